@@ -1,0 +1,1 @@
+"""Ray, and everything a person or a network talks to. The only package that imports Ray."""

@@ -1,0 +1,1 @@
+"""Benchmarks behind `blockferry bench`; every figure is a median of several runs."""

@@ -1,0 +1,183 @@
+"""The seam between engine and connectors: pools as byte layouts, transfers as data, transports as verbs.
+
+Connectors know block ids and byte regions, never requests. Nothing here imports the engine.
+
+    scheduler half   turns "ferry these blocks" into TransferCommands and follows their events
+    worker half      executes commands against a Transport on its own thread and reports events
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+ByteArray = NDArray[np.uint8]
+
+
+class TransferMode(enum.StrEnum):
+    """Which side moves the bytes: the source writes (push) or the destination reads (pull)."""
+
+    PUSH = "push"
+    PULL = "pull"
+
+
+class TransferState(enum.StrEnum):
+    """How a transfer ended on one rank. CANCELLED means: quiesced, no byte will land any more."""
+
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PoolLayout:
+    """Where every (block, layer, head, token) of one rank's pool lies. Strides and offsets in bytes.
+
+    `order` spells the axes outermost first (BHLNC, BLHNC, LBHNC, LBNHC). The C axis (K then V of one token
+    of one head) is always innermost and contiguous: content_bytes.
+    """
+
+    order: str
+    num_blocks: int
+    block_size: int  # tokens
+    layer_ids: tuple[int, ...]  # model layers stored here, in slot order
+    head_start: int  # first global KV head stored here
+    num_heads: int
+    content_bytes: int
+    dtype: str  # "bfloat16", ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the whole pool."""
+        return self.num_blocks * len(self.layer_ids) * self.num_heads * self.block_size * self.content_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PoolEndpoint:
+    """One rank's pool as peers must know it: the handshake's content. Serialised by handshake.py."""
+
+    instance_id: str
+    tp_rank: int
+    pp_rank: int
+    model_fingerprint: str
+    layout: PoolLayout
+    transport: str  # "ucx", "loopback"
+    host_id: str  # equal for processes that share memory
+    address: bytes  # transport worker address
+    region: bytes  # packed memory key and base address
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TransferCommand:
+    """Ferry blocks between two instances; every rank of the executing instance gets the same one.
+
+    src_block_ids[i] goes to dst_block_ids[i]; block_ids are of one group of equal block size on both
+    sides, the first `num_tokens` tokens starting at token `first_token` (of src_block_ids[0]) count.
+    """
+
+    transfer_id: int
+    mode: TransferMode
+    src_instance_id: str
+    dst_instance_id: str
+    src_block_ids: NDArray[np.int32]
+    dst_block_ids: NDArray[np.int32]
+    num_tokens: int
+    deadline_s: float  # seconds from receipt after which the rank gives up
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TransferEvent:
+    """How one rank's part of a transfer ended."""
+
+    transfer_id: int
+    instance_id: str
+    rank: int  # of the executing instance
+    state: TransferState
+    num_bytes: int
+    num_runs: int  # contiguous byte runs posted
+    duration_s: float
+    reason: str = ""
+
+
+EventSink = Callable[[TransferEvent], None]
+
+
+class Region(Protocol):
+    """Memory registered with a transport. Lives until its transport is closed."""
+
+    @property
+    def view(self) -> ByteArray:
+        """The whole region as bytes."""
+
+    @property
+    def key(self) -> bytes:
+        """What a peer needs to reach this region: packed memory key and base address."""
+
+
+class Peer(Protocol):
+    """A connected remote region. Offsets are relative to the region's start."""
+
+    def write(self, local_offsets: NDArray[np.int64], remote_offsets: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
+        """Post one-sided writes local -> remote. Returns at once; flush() tells when they have landed."""
+
+    def read(self, local_offsets: NDArray[np.int64], remote_offsets: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
+        """Post one-sided reads remote -> local."""
+
+    def flush(self) -> Flush:
+        """Begin a flush of all posted operations."""
+
+    def close(self) -> None:
+        """Drop the connection; never blocks longer than the transport's timeout."""
+
+
+class Flush(Protocol):
+    """A flush in progress."""
+
+    def poll(self) -> bool:
+        """True when every operation has landed remotely (writes) or locally (reads).
+
+        Raises TransportError when the peer or the connection failed.
+        """
+
+
+class Transport(Protocol):
+    """One process's end of a fabric. Every method is called from the one thread that owns it,
+
+    except allocate(), which is called once before that thread starts.
+    """
+
+    name: str
+
+    def allocate(self, num_bytes: int) -> Region:
+        """Allocate and register zeroed memory that peers may read and write."""
+
+    def adopt(self, view: ByteArray) -> Region:
+        """Register memory that somebody else owns and keeps alive."""
+
+    @property
+    def address(self) -> bytes:
+        """This process's address for connect()."""
+
+    def connect(self, address: bytes, *, local: Region, remote_key: bytes) -> Peer:
+        """Connect to a peer's region. Raises TransportError."""
+
+    def progress(self) -> bool:
+        """Advance outstanding work; True when something moved."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until there may be something to progress, a wake() or the timeout."""
+
+    def wake(self) -> None:
+        """End a wait() from another thread. The only thread-safe method."""
+
+    def close(self) -> None:
+        """Release everything. Idempotent."""
+
+
+class TransportError(Exception):
+    """The fabric failed: names the peer and the operation."""

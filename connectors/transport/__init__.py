@@ -1,0 +1,1 @@
+"""Transports: one-sided reads and writes between registered memory regions."""

@@ -1,0 +1,1 @@
+"""The engine: decides what is computed and computes it. Knows nothing of Ray or HTTP."""

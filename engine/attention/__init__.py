@@ -1,0 +1,1 @@
+"""Attention backends, one per file, behind one protocol."""

@@ -1,0 +1,130 @@
+"""Resolved configuration: frozen values that the whole deployment shares. Nothing mutates them.
+
+Holds types and their own limits only; reading YAML, defaults from a checkpoint and "will it run here" live
+in cluster. This is also the one module that reads the environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import os
+from pathlib import Path
+
+
+class Role(enum.StrEnum):
+    """What an instance is for."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+class DType(enum.StrEnum):
+    """Data types of weights and cache."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one element."""
+        return 4 if self is DType.FLOAT32 else 2
+
+
+class Device(enum.StrEnum):
+    """Where workers compute."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model, where its files are and how it is computed."""
+
+    name: str  # as written in the YAML; served_name defaults to it
+    served_name: str
+    path: Path  # resolved folder with config.json, safetensors and tokenizer
+    dtype: DType
+    max_model_len: int
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The block pool of every instance."""
+
+    block_size: int = 16
+    num_blocks: int | None = None  # exactly this many; else memory_bytes decides
+    memory_bytes: int = 1 << 30  # per rank
+    layout: str = "BHLNC"
+    enable_prefix_caching: bool = True
+    watermark: float = 0.01
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of one instance's steps."""
+
+    max_num_seqs: int = 64  # rows
+    max_num_batched_tokens: int = 512  # token budget of one step, prefill and decode together
+    max_queue_len: int = 4096
+    num_steps_in_flight: int = 2  # 1: plan a step only after the last one's result
+    policy: str = "fcfs"  # or "priority"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceConfig:
+    """One entry of `instances`: `replicas` instances of one shape."""
+
+    role: Role
+    replicas: int = 1
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    num_cpus: float = 1.0  # Ray resources of one worker
+    num_gpus: float = 0.0
+    resources: dict[str, float] = dataclasses.field(default_factory=dict)
+    num_threads: int = 1  # torch threads of one worker
+    cache: CacheConfig = dataclasses.field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorConfig:
+    """How prefill instances hand KV blocks to decode instances."""
+
+    kind: str = "pd"
+    transport: str = "ucx"  # or "loopback" (one process, tests)
+    mode: str = "push"  # or "pull"
+    lease_s: float = 60.0  # a source's blocks are held at most this long after its prefill
+    transfer_timeout_s: float = 30.0
+    load_failure_policy: str = "recompute"  # or "fail"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ApiConfig:
+    """The HTTP server."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    num_cpus: float = 0.0
+    chat_template: Path | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentConfig:
+    """A whole deployment, as `blockferry serve` reads it."""
+
+    name: str
+    model: ModelConfig
+    instances: tuple[InstanceConfig, ...]
+    connector: ConnectorConfig
+    api: ApiConfig
+    device: Device = Device.CPU
+
+
+def cache_dir() -> Path:
+    """Where fetched models live: $BLOCKFERRY_CACHE, or ~/.cache/blockferry."""
+    return Path(os.environ.get("BLOCKFERRY_CACHE", "~/.cache/blockferry")).expanduser()

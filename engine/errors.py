@@ -1,0 +1,63 @@
+"""The engine's own exceptions. Callers' mistakes are ValueError; broken invariants are assert.
+
+    BlockferryError
+    +-- RequestRejected        a request that can never run here (also a ValueError)
+    +-- ConfigError            a deployment that cannot work, with the key's path (also a ValueError)
+    +-- ModelLoadError         a checkpoint that cannot be loaded, with the file or tensor
+    +-- LedgerCorrupted        check_integrity found a broken invariant
+    +-- InstanceFailed         a worker of an instance died or reported an error
+    +-- TransferFailed         a KV transfer ended without its bytes
+    +-- HandshakeRefused       two pools cannot exchange blocks, with the field that differs
+"""
+
+from __future__ import annotations
+
+
+class BlockferryError(Exception):
+    """Base of every error that blockferry raises on purpose."""
+
+
+class RequestRejected(BlockferryError, ValueError):
+    """A request that can never run on this deployment; the message names value, limit and remedy."""
+
+    def __init__(self, request_id: str, reason: str) -> None:
+        super().__init__(reason)
+        self.request_id = request_id
+
+
+class ConfigError(BlockferryError, ValueError):
+    """A deployment description that cannot work; `path` is the dotted key, e.g. `instances[0].role`."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"{path}: {reason}" if path else reason)
+        self.path = path
+
+
+class ModelLoadError(BlockferryError):
+    """A checkpoint that is missing, corrupt or of an unsupported architecture."""
+
+
+class LedgerCorrupted(BlockferryError):
+    """check_integrity() found a block that is not exactly one of null, free or held."""
+
+
+class InstanceFailed(BlockferryError):
+    """An instance can no longer compute; `instance_id` says which, the message says why."""
+
+    def __init__(self, instance_id: str, reason: str) -> None:
+        super().__init__(f"instance {instance_id}: {reason}")
+        self.instance_id = instance_id
+
+
+class TransferFailed(BlockferryError):
+    """A KV transfer ended without its bytes; names the peer and the phase."""
+
+    def __init__(self, transfer_id: int, peer: str, phase: str, reason: str) -> None:
+        super().__init__(f"transfer {transfer_id} with {peer} failed in {phase}: {reason}")
+        self.transfer_id = transfer_id
+        self.peer = peer
+        self.phase = phase
+
+
+class HandshakeRefused(BlockferryError):
+    """Two pools that cannot exchange blocks; the message names the field and both values."""

@@ -1,0 +1,52 @@
+"""Rows: the per-sequence arrays that scheduler, ledger and workers index by the same row number.
+
+A request gets a row when it is admitted and keeps it until it ends. Owns the token ids and the three
+counters; everything else a part needs per row lives in that part's own arrays.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockferry.engine.request import Int32Array
+
+
+class RowTable:
+    """Token ids and counters of every row. Mutated by its one owner (scheduler or worker).
+
+        token_ids[row]:  | prompt ......... | output ... |   (undefined)   |
+                         0      num_prompt_tokens    num_tokens       max_model_len
+        num_computed_tokens[row] <= num_tokens[row] (+ tokens in flight, on the scheduler's side)
+    """
+
+    def __init__(self, *, max_rows: int, max_model_len: int) -> None:
+        self.max_rows = max_rows
+        self.max_model_len = max_model_len
+        # np.empty maps pages lazily: only the tokens that exist take memory.
+        self.token_ids: NDArray[np.int32] = np.empty((max_rows, max_model_len), np.int32)
+        self.num_tokens: Int32Array = np.zeros(max_rows, np.int32)
+        self.num_prompt_tokens: Int32Array = np.zeros(max_rows, np.int32)
+        self.num_computed_tokens: Int32Array = np.zeros(max_rows, np.int32)
+
+    def assign(self, row: int, token_ids: Int32Array, *, num_prompt_tokens: int) -> None:
+        """Start a row with every token known so far; nothing of it is computed yet."""
+        num_tokens = len(token_ids)
+        assert num_tokens <= self.max_model_len, (num_tokens, self.max_model_len)
+        self.token_ids[row, :num_tokens] = token_ids
+        self.num_tokens[row] = num_tokens
+        self.num_prompt_tokens[row] = num_prompt_tokens
+        self.num_computed_tokens[row] = 0
+
+    def append(self, rows: Int32Array, token_ids: Int32Array) -> None:
+        """Append one token to each of `rows` (no row twice)."""
+        self.token_ids[rows, self.num_tokens[rows]] = token_ids
+        self.num_tokens[rows] += 1
+
+    def clear(self, row: int) -> None:
+        """Forget a row."""
+        self.num_tokens[row] = self.num_prompt_tokens[row] = self.num_computed_tokens[row] = 0
+
+    def tokens(self, row: int) -> Int32Array:
+        """View of the row's known tokens, shape [num_tokens]."""
+        return self.token_ids[row, : self.num_tokens[row]]

@@ -1,0 +1,1 @@
+"""The scheduler: which rows compute how many tokens in each step. NumPy only, no torch."""

@@ -1,0 +1,160 @@
+"""Messages between scheduler and workers: one StepPlan down, one StepResult up, as msgpack.
+
+Rows and block ids are the only vocabulary. Arrays travel as little-endian bytes; no pickle. A message of
+another WIRE_VERSION is refused. Knows nothing of sockets.
+
+    StepPlan, applied by a worker in this order:
+      1. freed_rows     rows whose sequence ended, was preempted or left: forget them
+      2. new_rows       rows that start here, with every token known so far
+      3. deltas         block table entries that changed: table[group][row, column] = block_id
+      4. copies, zero   copy-on-write pairs and blocks to clear, before anything is computed
+      5. rows           compute num_scheduled tokens of each row from num_computed on; where `sample`
+                        is set, the last position's logits yield the row's next token, which the worker
+                        appends to its own copy of the row
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from blockferry.engine.request import BoolArray, Int32Array, SamplingParams, TokenLogprobs
+
+WIRE_VERSION = 1
+
+_EMPTY_I32: Int32Array = np.empty(0, np.int32)
+
+
+def _empty() -> Int32Array:
+    return _EMPTY_I32
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NewRow:
+    """A sequence that starts on a worker: admitted, resumed after preemption, or handed over."""
+
+    row: int
+    token_ids: Int32Array  # [num_tokens], prompt and whatever was generated already
+    num_prompt_tokens: int
+    sampling: SamplingParams  # seed is never None here
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BlockDeltas:
+    """Block table entries that changed since the last plan, in order; four arrays of one length."""
+
+    group: Int32Array
+    row: Int32Array
+    column: Int32Array
+    block_id: Int32Array
+
+    def __len__(self) -> int:
+        return len(self.block_id)
+
+
+NO_DELTAS = BlockDeltas(group=_EMPTY_I32, row=_EMPTY_I32, column=_EMPTY_I32, block_id=_EMPTY_I32)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """Everything one instance computes in one step; see the module's drawing."""
+
+    step_id: int
+    freed_rows: Int32Array = dataclasses.field(default_factory=_empty)
+    new_rows: tuple[NewRow, ...] = ()
+    deltas: BlockDeltas = NO_DELTAS
+    copies: NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.empty((0, 2), np.int32))
+    zero: Int32Array = dataclasses.field(default_factory=_empty)
+    rows: Int32Array = dataclasses.field(default_factory=_empty)  # [R], no row twice
+    num_computed: Int32Array = dataclasses.field(default_factory=_empty)  # [R] first position computed
+    num_scheduled: Int32Array = dataclasses.field(default_factory=_empty)  # [R] >= 1
+    sample: BoolArray = dataclasses.field(default_factory=lambda: np.empty(0, np.bool_))  # [R]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowLogprobs:
+    """Log probabilities of one row: of prompt positions first_position.. or of the sampled token."""
+
+    row: int
+    first_position: int  # position of the token that entries[0] describes
+    is_prompt: bool
+    entries: tuple[TokenLogprobs, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step produced: one token per sampling row of the plan, in the plan's order."""
+
+    step_id: int
+    token_ids: Int32Array  # [sum(plan.sample)]
+    logprobs: tuple[RowLogprobs, ...] = ()
+    duration_s: float = 0.0
+    error: str = ""  # not empty: the step failed on this rank and its tokens mean nothing
+
+
+class _Codec:
+    """msgpack of our dataclasses: a map of field names, arrays as [dtype, shape, bytes]."""
+
+    DTYPES: ClassVar[dict[str, Any]] = {"i4": np.int32, "f4": np.float32, "b1": np.bool_}
+
+    @staticmethod
+    def default(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            code = {"int32": "i4", "float32": "f4", "bool": "b1"}[value.dtype.name]
+            return {"@": code, "s": list(value.shape), "d": value.tobytes()}
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        if isinstance(value, np.generic):
+            return value.item()
+        raise TypeError(f"{type(value).__name__} cannot travel on the wire")
+
+    @staticmethod
+    def hook(value: dict[str, Any]) -> Any:
+        code = value.get("@")
+        if code is None:
+            return value
+        # bytearray keeps the array writable without a second copy
+        flat = np.frombuffer(bytearray(value["d"]), _Codec.DTYPES[code])
+        return flat.reshape(value["s"])
+
+
+def pack(value: Any) -> bytes:
+    """Encode a dataclass, map, list, str, bytes, int, float or int32/float32/bool array."""
+    packed: bytes = msgpack.packb([WIRE_VERSION, value], default=_Codec.default)
+    return packed
+
+
+def unpack(data: bytes) -> Any:
+    """Decode what pack() made: dataclasses come back as maps. Raises ValueError on another version."""
+    version, value = msgpack.unpackb(data, object_hook=_Codec.hook, strict_map_key=False)
+    if version != WIRE_VERSION:
+        raise ValueError(f"wire version {version} does not match {WIRE_VERSION}; run one release everywhere")
+    return value
+
+
+def sampling_from_map(value: dict[str, Any]) -> SamplingParams:
+    """Rebuild SamplingParams from an unpacked map."""
+    return SamplingParams(**(value | {"stop_token_ids": tuple(value["stop_token_ids"])}))
+
+
+def logprobs_from_map(value: dict[str, Any]) -> RowLogprobs:
+    """Rebuild RowLogprobs from an unpacked map."""
+    entries = tuple(TokenLogprobs(**entry) for entry in value["entries"])
+    return RowLogprobs(**(value | {"entries": entries}))
+
+
+def plan_from_bytes(data: bytes) -> StepPlan:
+    """Decode a StepPlan."""
+    value = unpack(data)
+    new_rows = tuple(NewRow(**(row | {"sampling": sampling_from_map(row["sampling"])})) for row in value["new_rows"])
+    return StepPlan(**(value | {"new_rows": new_rows, "deltas": BlockDeltas(**value["deltas"])}))
+
+
+def result_from_bytes(data: bytes) -> StepResult:
+    """Decode a StepResult."""
+    value = unpack(data)
+    return StepResult(**(value | {"logprobs": tuple(logprobs_from_map(entry) for entry in value["logprobs"])}))

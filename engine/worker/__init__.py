@@ -1,0 +1,1 @@
+"""The worker half of an instance: one rank's weights, KV pool and model steps."""
