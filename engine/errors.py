@@ -2,6 +2,7 @@
 
     BlockferryError
     +-- RequestRejected        a request that can never run here (also a ValueError)
+    |   +-- QueueFull          no room to wait just now; the same request may be sent again later
     +-- ConfigError            a deployment that cannot work, with the key's path (also a ValueError)
     +-- ModelLoadError         a checkpoint that cannot be loaded, with the file or tensor
     +-- LedgerCorrupted        check_integrity found a broken invariant
@@ -23,6 +24,10 @@ class RequestRejected(BlockferryError, ValueError):
     def __init__(self, request_id: str, reason: str) -> None:
         super().__init__(reason)
         self.request_id = request_id
+
+
+class QueueFull(RequestRejected):
+    """The waiting queue is full: not the request's fault, and worth a retry later (HTTP 429)."""
 
 
 class ConfigError(BlockferryError, ValueError):

@@ -1,0 +1,62 @@
+"""The seam between the HTTP server and the engine: requests go down, token outputs come up.
+
+Holds the protocol and its values only. Knows no sockets and no HTTP; the cluster implements it over ZeroMQ,
+tests implement it in process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+from blockferry.engine.request import FinishReason, Request, RequestStats, TokenLogprobs
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """What happened to one request since its last output; the last one has a finish_reason.
+
+    `token_ids` may hold none (only prompt logprobs, or an abort) or several tokens (the reader was slow and
+    outputs were joined). `logprobs` has one entry per token, or is empty when none were asked for.
+    `prompt_logprobs` describe prompt tokens 1, 2, ...: the first token has none.
+    """
+
+    handle: int
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # the stop token that ended it; it is also the last of token_ids
+    stats: RequestStats | None = None  # with the last output
+    error: str = ""  # with FinishReason.ERROR: what failed
+
+
+class EngineClient(Protocol):
+    """One API process's connection to the scheduler. Every method is called on the server's event loop."""
+
+    def next_handle(self) -> int:
+        """A number that no other request of this deployment has."""
+
+    def submit(self, request: Request) -> AsyncIterator[RequestOutput]:
+        """Queue a request; iterate its outputs until one has a finish_reason, which is the last.
+
+        Raises at the first iteration: RequestRejected when it can never run, QueueFull when the waiting queue
+        is full. Raises InstanceFailed (or ends with FinishReason.ERROR) when the engine is lost midway.
+        Closing the iterator does not abort the request: call abort().
+        """
+
+    async def abort(self, handle: int) -> None:
+        """End a request at any moment; unknown or finished handles are ignored. Idempotent.
+
+        An iterator still being read ends with FinishReason.ABORT.
+        """
+
+    async def status(self) -> dict[str, Any]:
+        """Snapshot of the deployment; plain JSON values. The keys that /metrics reads (all optional):
+
+        {"instances": [{"instance_id": str, "role": str, "num_running": int, "num_waiting": int,
+                        "kv_cache_usage": float, "num_preemptions": int,
+                        "prefix_cache_queries": int, "prefix_cache_hits": int}],   # both in tokens
+         "healthy": bool}
+        """
