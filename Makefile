@@ -1,0 +1,58 @@
+# Everything runs in .venv, which the first target that needs it creates.
+#   make demo   the main job: a prefill/decode cluster answers a question, KV blocks ferried over UCX
+#   make test   the tests
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+MODEL := smollm2-135m-instruct
+PYTEST := $(BIN)/python -m pytest
+SOURCES := cluster engine connectors kernels tests
+
+.PHONY: demo test test-full test-netns lint types imports check bench clean
+.DEFAULT_GOAL := demo
+
+$(INSTALLED): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "blockferry needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; run make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/blockferry fetch-model $(MODEL)
+	$(BIN)/blockferry generate configs/smollm2-pd-cpu.yaml "What is the capital of France?"
+
+test: $(INSTALLED)
+	$(BIN)/blockferry fetch-model $(MODEL)
+	$(PYTEST) -m "not full and not netns"
+
+# The whole parity table and every long test.
+test-full: $(INSTALLED)
+	$(BIN)/blockferry fetch-model $(MODEL)
+	$(PYTEST) -m "full"
+
+# Three hosts in network namespaces, joined by `ray up`. Needs root, openssh-server, rsync and iproute2.
+test-netns: $(INSTALLED)
+	$(BIN)/blockferry fetch-model $(MODEL)
+	$(PYTEST) -m "netns"
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+imports: $(INSTALLED)
+	PYTHONPATH=.ns $(BIN)/lint-imports
+
+check: lint types imports
+
+bench: $(INSTALLED)
+	$(BIN)/blockferry bench kv
+	$(BIN)/blockferry bench transfer
+	$(BIN)/blockferry bench serve --config configs/smollm2-mixed-cpu.yaml
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
