@@ -1,0 +1,103 @@
+"""CpuAttention against the plain-torch reference backend."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from blockferry.engine.attention.base import AttentionMetadata
+from blockferry.engine.attention.cpu import CpuAttention
+from blockferry.engine.attention.reference import ReferenceAttention
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def make_metadata(query_lens: list[int], seq_lens: list[int], *, block_size: int, num_decode_rows: int, seed: int = 0):
+    """Rows with shuffled, disjoint blocks; block 0 is left to be null."""
+    generator = torch.Generator().manual_seed(seed)
+    num_columns = [-(-length // block_size) for length in seq_lens]
+    block_ids = torch.randperm(sum(num_columns), generator=generator, dtype=torch.int32) + 1
+    table = torch.full((len(seq_lens), max(num_columns) + 2), 10_000, dtype=torch.int32)
+    for row, (first, count) in enumerate(zip(itertools.accumulate([0, *num_columns]), num_columns)):
+        table[row, :count] = block_ids[first : first + count]
+    slots = []
+    for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens)):
+        positions = torch.arange(seq_len - query_len, seq_len)
+        slots.append(table[row, positions // block_size].long() * block_size + positions % block_size)
+    starts = [0, *itertools.accumulate(query_lens)]
+    return AttentionMetadata(
+        num_rows=len(query_lens),
+        num_decode_rows=num_decode_rows,
+        num_tokens=sum(query_lens),
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+        query_start_R1=torch.tensor(starts, dtype=torch.int32),
+        seq_lens_R=torch.tensor(seq_lens, dtype=torch.int32),
+        block_table_RM=table,
+        slot_mapping_T=torch.cat(slots),
+        query_lens=query_lens,
+        seq_lens=seq_lens,
+    )
+
+
+def make_pool(layout: str, *, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype):
+    """One layer's [B, K, N, 2*D] view of a two-layer pool full of NaN where nobody wrote."""
+    sizes = {"B": num_blocks, "L": 2, "H": num_kv_heads, "N": block_size, "C": 2 * head_dim}
+    pool = torch.full([sizes[axis] for axis in layout], torch.nan, dtype=dtype)
+    return pool.permute(*[layout.index(axis) for axis in "LBHNC"])[1]
+
+
+def run_both(query_lens, seq_lens, *, num_decode_rows, num_heads=6, num_kv_heads=2, head_dim=64, block_size=16,
+             dtype=torch.float32, layout="BHLNC"):  # fmt: skip
+    generator = torch.Generator().manual_seed(1)
+    metadata = make_metadata(query_lens, seq_lens, block_size=block_size, num_decode_rows=num_decode_rows)
+    num_blocks = int(sum(-(-length // block_size) for length in seq_lens)) + 1
+    pool = make_pool(
+        layout, num_blocks=num_blocks, num_kv_heads=num_kv_heads, block_size=block_size, head_dim=head_dim, dtype=dtype
+    )
+    for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens)):
+        positions = torch.arange(seq_len - query_len)
+        blocks = metadata.block_table_RM[row, positions // block_size].long()
+        context = torch.randn(len(positions), num_kv_heads, 2 * head_dim, generator=generator)
+        pool[blocks, :, positions % block_size] = context.to(dtype)
+    qkv = torch.randn(sum(query_lens), num_heads + 2 * num_kv_heads, head_dim, generator=generator).to(dtype)
+    q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    expected_pool = pool.clone()
+    expected = ReferenceAttention().forward(q, k, v, kv_cache=expected_pool, metadata=metadata, scale=head_dim**-0.5)
+    actual = CpuAttention().forward(q, k, v, kv_cache=pool, metadata=metadata, scale=head_dim**-0.5)
+    assert actual.shape == expected.shape
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert torch.equal(pool.nan_to_num(), expected_pool.nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block_size", [1, 16, 32])
+def test_decode_rows_match_the_reference_at_block_borders(dtype, block_size):
+    run_both([1] * 7, [1, 15, 16, 17, 31, 33, 100], num_decode_rows=7, block_size=block_size, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_mixed_step_matches_the_reference(dtype):
+    run_both([1, 1, 16, 7, 1, 33], [20, 64, 16, 50, 9, 34], num_decode_rows=2, dtype=dtype)
+
+
+@pytest.mark.parametrize("layout", ["BHLNC", "BLHNC", "LBHNC", "LBNHC"])
+def test_every_page_layout_gives_the_same_output(layout):
+    run_both([1, 1, 9], [20, 33, 21], num_decode_rows=2, layout=layout)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (9, 3), (5, 1), (16, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_head_shape_matches_the_reference(head_dim, num_heads, num_kv_heads, dtype):
+    run_both(
+        [1, 1, 5], [17, 40, 12], num_decode_rows=2, head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads,
+        dtype=dtype,
+    )  # fmt: skip
+
+
+def test_prefill_only_step_matches_the_reference():
+    run_both([40, 3], [40, 19], num_decode_rows=0)
