@@ -1,0 +1,183 @@
+"""What every benchmark hands over: one JSON shape, one table, one plot. Measures nothing itself.
+
+    {"command", "version", "machine": {...}, "results": [{"name", "params", "value", "unit", "runs"}]}
+
+`value` is the median of `runs`. Plotting needs the `plot` extra (matplotlib), imported only when asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+ParamValue = str | int | float | bool | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One measured number: what, under which parameters, in which unit, every run of it."""
+
+    name: str
+    params: Mapping[str, ParamValue]
+    unit: str  # "s", "ms", "GiB/s", "tok/s", "1", ...
+    runs: Sequence[float]  # at least one
+
+    @property
+    def value(self) -> float:
+        """Median of the runs."""
+        return statistics.median(self.runs)
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as the shared shape has it."""
+        return {
+            "name": self.name,
+            "params": dict(self.params),
+            "value": self.value,
+            "unit": self.unit,
+            "runs": list(self.runs),
+        }
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """All results of one command."""
+
+    command: str  # "bench serve"
+    results: Sequence[Result]
+
+    def to_json(self) -> dict[str, Any]:
+        """The whole document."""
+        return {
+            "command": self.command,
+            "version": importlib.metadata.version("blockferry"),
+            "machine": describe_machine(),
+            "results": [result.to_json() for result in self.results],
+        }
+
+    def write_json(self, target: Path | str) -> None:
+        """Write the document to a file, or to stdout for "-". Raises OSError."""
+        text = json.dumps(self.to_json(), indent=1) + "\n"
+        if str(target) == "-":
+            sys.stdout.write(text)
+        else:
+            Path(target).write_text(text, encoding="utf-8")
+
+    def print_table(self, console: Console | None = None) -> None:
+        """Print one row per result; columns are the parameters that any of them has."""
+        columns = list(dict.fromkeys(key for result in self.results for key in result.params))
+        table = Table(title=f"blockferry {self.command}")
+        for heading in ["name", *columns]:
+            table.add_column(heading)
+        table.add_column("value", justify="right")
+        table.add_column("unit")
+        for result in self.results:
+            cells = [_cell(result.params.get(column)) for column in columns]
+            table.add_row(result.name, *cells, f"{result.value:,.4g}", result.unit)
+        (console or Console()).print(table)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plot:
+    """A line chart: one line per distinct value of `series` and per name, x from the parameter `x`."""
+
+    path: Path
+    x: str
+    series: str = ""  # parameter that tells lines apart; "": only names do
+    names: tuple[str, ...] = ()  # results to draw; all when empty
+    is_log_x: bool = True
+    title: str = ""
+
+    def draw(self, results: Sequence[Result]) -> None:
+        """Write the picture. Raises ValueError without matplotlib or when nothing has the x parameter."""
+        chosen = [r for r in results if self.x in r.params and (not self.names or r.name in self.names)]
+        if not chosen:
+            raise ValueError(f"no result has the parameter {self.x!r}, the plot's x axis; nothing to draw")
+        try:
+            from matplotlib.figure import Figure  # a heavy import, only for --plot
+        except ImportError as error:
+            raise ValueError("--plot needs matplotlib; install blockferry[plot]") from error
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        axes = figure.subplots()
+        lines: dict[str, list[Result]] = {}
+        for result in chosen:
+            label = f"{result.name} {result.params.get(self.series, '')}".strip() if self.series else result.name
+            lines.setdefault(label, []).append(result)
+        for label, line in lines.items():
+            points = sorted((float(r.params[self.x] or 0), r.value) for r in line)
+            axes.plot([p[0] for p in points], [p[1] for p in points], marker="o", label=label)
+        if self.is_log_x:
+            axes.set_xscale("log", base=2)
+        axes.set_xlabel(self.x)
+        axes.set_ylabel(", ".join(dict.fromkeys(r.unit for r in chosen)))
+        axes.set_title(self.title)
+        axes.grid(visible=True, alpha=0.3)
+        axes.legend()
+        figure.savefig(self.path, dpi=120)
+
+
+def emit(report: Report, *, json_target: Path | str | None, plot: Plot | None = None) -> None:
+    """Do what --json and --plot ask for; the table goes to stderr when stdout carries the JSON."""
+    if json_target is not None:
+        report.write_json(json_target)
+    report.print_table(Console(stderr=str(json_target) == "-"))
+    if plot is not None:
+        plot.draw(report.results)
+
+
+def describe_machine() -> dict[str, Any]:
+    """What a reader needs to judge a number: processor, cores, memory, versions, commit."""
+    return {
+        "host": platform.node(),
+        "system": platform.platform(),
+        "cpu": _cpu_model(),
+        "num_cpus": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in ("numpy", "ray", "torch", "triton", "ucxx-cu12")},
+        "commit": _commit(),
+    }
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """Short commit of the checkout this file belongs to, or None (a wheel, no git)."""
+    folder = Path(__file__).resolve().parent
+    command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def _cell(value: ParamValue) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
