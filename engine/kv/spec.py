@@ -54,6 +54,8 @@ class KVCacheConfig:
     def __post_init__(self) -> None:
         """Raises ValueError for a pool that can hold nothing."""
         if self.num_blocks < 2:
-            raise ValueError(f"num_blocks={self.num_blocks} leaves no usable block beside the null block; use 2 or more")
+            raise ValueError(
+                f"num_blocks={self.num_blocks} leaves no usable block beside the null block; use 2 or more"
+            )
         if not self.groups:
             raise ValueError("a KV cache needs at least one group")

@@ -1,0 +1,119 @@
+"""Block hashes: what makes two full blocks hold the same keys and values.
+
+Chained SHA-256 over full blocks only, equal on every node and in every process:
+
+    digest[i] = SHA-256(digest[i-1] or NONE_HASH | tokens of block i, int32 little-endian | extra keys)
+
+Owns no state but what RequestHashes holds for one request.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import struct
+from collections.abc import Sequence
+
+from blockferry.engine.request import Int32Array
+
+NONE_HASH = hashlib.sha256(b"blockferry block hash v1").digest()
+"""Parent of every first block; a constant, so that hashes agree between nodes."""
+
+
+class ExtraKeyKind(enum.IntEnum):
+    """Where an extra key comes from. Part of the hash, so that a LoRA name never equals a salt."""
+
+    LORA = 1  # value: adapter name and version; every block
+    MULTIMODAL = 2  # value: content digest; blocks that hold its placeholder tokens
+    SALT = 3  # value: the caller's cache salt; the first block, and by the chain all others
+    PROMPT_EMBEDS = 4  # value: digest of the embeddings; blocks that hold them
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ExtraKey:
+    """Something besides tokens that the cache content of positions [start, stop) depends on."""
+
+    kind: ExtraKeyKind
+    value: bytes
+    start: int
+    stop: int
+
+    def encode(self, block_start: int) -> bytes:
+        """Kind, offset of the key's start within the block and length-prefixed value."""
+        return struct.pack("<BqI", self.kind, self.start - block_start, len(self.value)) + self.value
+
+
+def lora_key(name: str, *, max_model_len: int) -> ExtraKey:
+    """The extra key of a sequence computed with a LoRA adapter."""
+    return ExtraKey(kind=ExtraKeyKind.LORA, value=name.encode(), start=0, stop=max_model_len)
+
+
+def salt_key(cache_salt: str) -> tuple[ExtraKey, ...]:
+    """The extra keys of a cache salt: none when it is empty."""
+    if not cache_salt:
+        return ()
+    return (ExtraKey(kind=ExtraKeyKind.SALT, value=cache_salt.encode(), start=0, stop=1),)
+
+
+def hash_block(parent: bytes, token_bytes: bytes) -> bytes:
+    """Digest of one block without extra keys; token_bytes are its tokens as little-endian int32."""
+    return hashlib.sha256(parent + token_bytes).digest()
+
+
+def hash_blocks(
+    token_ids: Int32Array,
+    block_size: int,
+    *,
+    extra_keys: Sequence[ExtraKey] = (),
+    parent: bytes = NONE_HASH,
+    first_block: int = 0,
+) -> list[bytes]:
+    """Digests of the full blocks of token_ids from block number first_block on.
+
+    token_ids holds the whole sequence, shape [num_tokens]; parent is the digest before first_block.
+    """
+    start = first_block * block_size
+    stop = len(token_ids) // block_size * block_size
+    data = token_ids[start:stop].astype("<i4", copy=False).tobytes()
+    block_bytes = 4 * block_size
+    digests: list[bytes] = []
+    for offset in range(0, len(data), block_bytes):
+        chunk = data[offset : offset + block_bytes]
+        if extra_keys:
+            chunk += _encode_extra_keys(extra_keys, start + offset // 4, block_size)
+        parent = hashlib.sha256(parent + chunk).digest()
+        digests.append(parent)
+    return digests
+
+
+def _encode_extra_keys(extra_keys: Sequence[ExtraKey], block_start: int, block_size: int) -> bytes:
+    block_stop = block_start + block_size
+    return b"".join(key.encode(block_start) for key in extra_keys if key.start < block_stop and key.stop > block_start)
+
+
+class RequestHashes:
+    """The digests of one sequence's full blocks so far. Owned by whoever holds the request.
+
+    A preempted or handed-over request keeps its object; its row on the ledger extends it in place.
+    """
+
+    __slots__ = ("block_size", "digests", "extra_keys")
+
+    def __init__(self, block_size: int, extra_keys: tuple[ExtraKey, ...] = ()) -> None:
+        self.block_size = block_size
+        self.extra_keys = extra_keys
+        self.digests: list[bytes] = []
+
+    def extend(self, token_ids: Int32Array) -> None:
+        """Hash the full blocks of token_ids, the whole sequence [num_tokens], that are not hashed yet."""
+        first_block = len(self.digests)
+        if len(token_ids) // self.block_size <= first_block:
+            return
+        self.digests += hash_blocks(
+            token_ids,
+            self.block_size,
+            extra_keys=self.extra_keys,
+            parent=self.digests[-1] if self.digests else NONE_HASH,
+            first_block=first_block,
+        )
