@@ -4,6 +4,10 @@ Connectors know block ids and byte regions, never requests. Nothing here imports
 
     scheduler half   turns "ferry these blocks" into TransferCommands and follows their events
     worker half      executes commands against a Transport on its own thread and reports events
+
+    ConnectorError
+    +-- TransportError       the fabric failed: names the peer and the operation
+    +-- HandshakeRefused     two pools cannot exchange blocks: names the field and both values
 """
 
 from __future__ import annotations
@@ -17,6 +21,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 ByteArray = NDArray[np.uint8]
+Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
+
+
+class ConnectorError(Exception):
+    """Base of every error that connectors raise on purpose."""
+
+
+class TransportError(ConnectorError):
+    """The fabric failed: names the peer and the operation."""
+
+
+class HandshakeRefused(ConnectorError):
+    """Two pools that cannot exchange blocks; the message names the field and both values."""
 
 
 class TransferMode(enum.StrEnum):
@@ -58,6 +76,17 @@ class PoolLayout:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RankIdentity:
+    """Which rank of which instance this process is, before it has a pool."""
+
+    instance_id: str
+    rank: int  # within the instance, 0-based, over TP and PP
+    tp_rank: int
+    pp_rank: int
+    model_fingerprint: str  # equal for instances that compute the same KV cache
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PoolEndpoint:
     """One rank's pool as peers must know it: the handshake's content. Serialised by handshake.py."""
 
@@ -76,18 +105,31 @@ class PoolEndpoint:
 class TransferCommand:
     """Ferry blocks between two instances; every rank of the executing instance gets the same one.
 
-    src_block_ids[i] goes to dst_block_ids[i]; block_ids are of one group of equal block size on both
-    sides, the first `num_tokens` tokens starting at token `first_token` (of src_block_ids[0]) count.
+    The tokens are numbered along src_block_ids: `num_tokens` of them, from `first_token` (an offset into
+    src_block_ids[0]) on, land at the start of dst_block_ids[0] and fill that side's blocks in order. Block
+    sizes may differ; where they are equal and first_token is 0, src_block_ids[i] goes to dst_block_ids[i].
+    Slots of the last block after num_tokens may be overwritten.
     """
 
     transfer_id: int
     mode: TransferMode
     src_instance_id: str
     dst_instance_id: str
-    src_block_ids: NDArray[np.int32]
-    dst_block_ids: NDArray[np.int32]
+    src_block_ids: Int32Array
+    dst_block_ids: Int32Array
     num_tokens: int
     deadline_s: float  # seconds from receipt after which the rank gives up
+    first_token: int = 0
+
+    @property
+    def executing_instance_id(self) -> str:
+        """The instance whose ranks move the bytes and report events."""
+        return self.src_instance_id if self.mode is TransferMode.PUSH else self.dst_instance_id
+
+    @property
+    def peer_instance_id(self) -> str:
+        """The instance at the other end."""
+        return self.dst_instance_id if self.mode is TransferMode.PUSH else self.src_instance_id
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,17 +164,27 @@ class Region(Protocol):
 class Peer(Protocol):
     """A connected remote region. Offsets are relative to the region's start."""
 
-    def write(self, local_offsets: NDArray[np.int64], remote_offsets: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
-        """Post one-sided writes local -> remote. Returns at once; flush() tells when they have landed."""
+    @property
+    def is_direct(self) -> bool:
+        """True where the region lies in memory that both processes map, so that nothing crosses a network."""
 
-    def read(self, local_offsets: NDArray[np.int64], remote_offsets: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
-        """Post one-sided reads remote -> local."""
+    def write(self, local_offsets: Int64Array, remote_offsets: Int64Array, lengths: Int64Array) -> None:
+        """Post one-sided writes local -> remote; flush() tells when they have landed.
+
+        Costs the copy itself where the peer is direct. Raises TransportError when the connection has failed.
+        """
+
+    def read(self, local_offsets: Int64Array, remote_offsets: Int64Array, lengths: Int64Array) -> None:
+        """Post one-sided reads remote -> local; see write()."""
 
     def flush(self) -> Flush:
         """Begin a flush of all posted operations."""
 
     def close(self) -> None:
-        """Drop the connection; never blocks longer than the transport's timeout."""
+        """Drop the connection; never blocks longer than the transport's timeout. Idempotent.
+
+        Reads that were posted touch local memory no more. Writes that a network holds may still land.
+        """
 
 
 class Flush(Protocol):
@@ -177,7 +229,3 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Release everything. Idempotent."""
-
-
-class TransportError(Exception):
-    """The fabric failed: names the peer and the operation."""

@@ -7,8 +7,8 @@
     +-- ModelLoadError         a checkpoint that cannot be loaded, with the file or tensor
     +-- LedgerCorrupted        check_integrity found a broken invariant
     +-- InstanceFailed         a worker of an instance died or reported an error
-    +-- TransferFailed         a KV transfer ended without its bytes
-    +-- HandshakeRefused       two pools cannot exchange blocks, with the field that differs
+
+Connectors have a tree of their own, drawn in connectors/base.py.
 """
 
 from __future__ import annotations
@@ -52,17 +52,3 @@ class InstanceFailed(BlockferryError):
     def __init__(self, instance_id: str, reason: str) -> None:
         super().__init__(f"instance {instance_id}: {reason}")
         self.instance_id = instance_id
-
-
-class TransferFailed(BlockferryError):
-    """A KV transfer ended without its bytes; names the peer and the phase."""
-
-    def __init__(self, transfer_id: int, peer: str, phase: str, reason: str) -> None:
-        super().__init__(f"transfer {transfer_id} with {peer} failed in {phase}: {reason}")
-        self.transfer_id = transfer_id
-        self.peer = peer
-        self.phase = phase
-
-
-class HandshakeRefused(BlockferryError):
-    """Two pools that cannot exchange blocks; the message names the field and both values."""

@@ -1,0 +1,171 @@
+"""Scheduler half of the P/D connector: numbers transfers, counts the ranks that reported, watches deadlines.
+
+Pure bookkeeping: knows block ids, never requests; has no clock (callers pass now_s, monotonic seconds) and no
+thread (one caller at a time: the scheduler's loop).
+
+    begin() -> ACTIVE --- every rank reported ----------------> outcome, is_quiesced
+                 |------- executing instance failed ----------> outcome FAILED, is_quiesced: its processes are gone
+                 |------- deadline and grace passed ----------> outcome FAILED, not quiesced: keep the blocks' lease
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from blockferry.connectors.base import Int32Array, TransferCommand, TransferEvent, TransferMode, TransferState
+
+# The worst rank decides: bytes are missing when any failed, a cancelled rank outranks one that was done.
+_SEVERITY = {TransferState.DONE: 0, TransferState.CANCELLED: 1, TransferState.FAILED: 2}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TransferOutcome:
+    """How a transfer ended over all ranks. Only is_quiesced allows its blocks to be reused at once."""
+
+    transfer_id: int
+    state: TransferState
+    num_bytes: int
+    num_runs: int
+    duration_s: float  # of the slowest rank, from its receipt of the command
+    elapsed_s: float  # from begin() to the last report
+    is_quiesced: bool
+    reason: str = ""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Active:
+    """A transfer that some rank has not reported yet. Mutated by PdScheduler only."""
+
+    command: TransferCommand
+    begun_s: float
+    num_ranks: int
+    events: dict[int, TransferEvent] = dataclasses.field(default_factory=dict)  # by rank
+
+    def outcome(self, now_s: float) -> TransferOutcome:
+        """The outcome once every rank has reported."""
+        events = list(self.events.values())
+        worst = max(events, key=lambda event: _SEVERITY[event.state])
+        return TransferOutcome(
+            transfer_id=self.command.transfer_id,
+            state=worst.state,
+            num_bytes=sum(event.num_bytes for event in events),
+            num_runs=sum(event.num_runs for event in events),
+            duration_s=max(event.duration_s for event in events),
+            elapsed_s=now_s - self.begun_s,
+            is_quiesced=True,
+            reason=worst.reason,
+        )
+
+    def failed(self, now_s: float, *, reason: str, is_quiesced: bool) -> TransferOutcome:
+        """The outcome when some rank will not report."""
+        events = list(self.events.values())
+        return TransferOutcome(
+            transfer_id=self.command.transfer_id,
+            state=TransferState.FAILED,
+            num_bytes=sum(event.num_bytes for event in events),
+            num_runs=sum(event.num_runs for event in events),
+            duration_s=now_s - self.begun_s,
+            elapsed_s=now_s - self.begun_s,
+            is_quiesced=is_quiesced,
+            reason=reason,
+        )
+
+
+class PdScheduler:
+    """Follows every transfer of a deployment from begin() to one TransferOutcome."""
+
+    def __init__(self, *, mode: TransferMode, transfer_timeout_s: float, grace_s: float = 5.0) -> None:
+        """`grace_s`: how long after its deadline a rank may still take to quiesce and report."""
+        self.mode = mode
+        self.transfer_timeout_s = transfer_timeout_s
+        self.grace_s = grace_s
+        self._num_ranks: dict[str, int] = {}
+        self._active: dict[int, _Active] = {}
+        self._next_id = 1
+
+    def add_instance(self, instance_id: str, *, num_ranks: int) -> None:
+        """Declare an instance, before any transfer that involves it."""
+        self._num_ranks[instance_id] = num_ranks
+
+    def begin(  # noqa: PLR0913  the two sides of a transfer
+        self,
+        *,
+        src_instance_id: str,
+        dst_instance_id: str,
+        src_block_ids: Int32Array,
+        dst_block_ids: Int32Array,
+        num_tokens: int,
+        now_s: float,
+        first_token: int = 0,
+    ) -> TransferCommand:
+        """Number a transfer and follow it. Send the command to every rank of command.executing_instance_id.
+
+        Raises ValueError for an instance that add_instance() does not know.
+        """
+        command = TransferCommand(
+            transfer_id=self._next_id,
+            mode=self.mode,
+            src_instance_id=src_instance_id,
+            dst_instance_id=dst_instance_id,
+            src_block_ids=src_block_ids,
+            dst_block_ids=dst_block_ids,
+            num_tokens=num_tokens,
+            first_token=first_token,
+            deadline_s=self.transfer_timeout_s,
+        )
+        for instance_id in (src_instance_id, dst_instance_id):
+            if instance_id not in self._num_ranks:
+                raise ValueError(f"instance {instance_id!r} is unknown to the connector; call add_instance() first")
+        self._next_id += 1
+        num_ranks = self._num_ranks[command.executing_instance_id]
+        self._active[command.transfer_id] = _Active(command=command, begun_s=now_s, num_ranks=num_ranks)
+        return command
+
+    def on_event(self, event: TransferEvent, *, now_s: float) -> TransferOutcome | None:
+        """Count a rank's report; the outcome when it was the last one. Late and repeated reports are ignored."""
+        active = self._active.get(event.transfer_id)
+        if active is None or event.instance_id != active.command.executing_instance_id:
+            return None
+        active.events.setdefault(event.rank, event)
+        if len(active.events) < active.num_ranks:
+            return None
+        del self._active[event.transfer_id]
+        return active.outcome(now_s)
+
+    def expire(self, *, now_s: float) -> tuple[TransferOutcome, ...]:
+        """End transfers whose ranks are silent past deadline and grace. Call it every 100 ms or so."""
+        limit_s = self.transfer_timeout_s + self.grace_s
+        return self._end(
+            lambda active: now_s - active.begun_s > limit_s,
+            now_s,
+            reason=f"no report within {limit_s:g} s (transfer_timeout_s={self.transfer_timeout_s:g} and grace)",
+            is_quiesced=False,
+        )
+
+    def fail_instance(self, instance_id: str, *, now_s: float) -> tuple[TransferOutcome, ...]:
+        """End the transfers that a dead instance executed. Those of its peers end by their own reports."""
+        return self._end(
+            lambda active: active.command.executing_instance_id == instance_id,
+            now_s,
+            reason=f"instance {instance_id!r}, which moved the bytes, failed",
+            is_quiesced=True,
+        )
+
+    def command(self, transfer_id: int) -> TransferCommand | None:
+        """The command of an active transfer; None when it has ended. A cancel goes to the same ranks."""
+        active = self._active.get(transfer_id)
+        return active.command if active else None
+
+    @property
+    def num_active(self) -> int:
+        """Transfers without an outcome."""
+        return len(self._active)
+
+    def _end(
+        self, is_over: Callable[[_Active], bool], now_s: float, *, reason: str, is_quiesced: bool
+    ) -> tuple[TransferOutcome, ...]:
+        over = [active for active in self._active.values() if is_over(active)]
+        for active in over:
+            del self._active[active.command.transfer_id]
+        return tuple(active.failed(now_s, reason=reason, is_quiesced=is_quiesced) for active in over)

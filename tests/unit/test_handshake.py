@@ -1,0 +1,101 @@
+import dataclasses
+
+import msgpack
+import pytest
+
+from blockferry.connectors.base import HandshakeRefused, PoolEndpoint, PoolLayout
+from blockferry.connectors.handshake import (
+    check_compatible,
+    check_coverage,
+    decode_endpoint,
+    encode_endpoint,
+    local_host_id,
+)
+
+
+def make_endpoint(instance_id="p0", **changes):
+    layout = {
+        "order": "BHLNC",
+        "num_blocks": 8,
+        "block_size": 16,
+        "layer_ids": (0, 1),
+        "head_start": 0,
+        "num_heads": 2,
+        "content_bytes": 256,
+        "dtype": "bfloat16",
+    }
+    layout |= {key: changes.pop(key) for key in list(changes) if key in layout}
+    values = {
+        "instance_id": instance_id,
+        "tp_rank": 0,
+        "pp_rank": 0,
+        "model_fingerprint": "m1",
+        "layout": PoolLayout(**layout),
+        "transport": "ucx",
+        "host_id": "h",
+        "address": b"\x00\xffaddress",
+        "region": b"key",
+    }
+    return PoolEndpoint(**(values | changes))
+
+
+def test_endpoint_survives_the_wire():
+    endpoint = make_endpoint()
+    assert decode_endpoint(encode_endpoint(endpoint)) == endpoint
+
+
+def test_another_version_is_refused():
+    data = msgpack.packb([99, dataclasses.asdict(make_endpoint())])
+    with pytest.raises(HandshakeRefused, match="version 99"):
+        decode_endpoint(data)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"garbage", msgpack.packb([1, {"layout": {}}]), msgpack.packb([1, {}]), msgpack.packb(3)]
+)
+def test_bytes_that_are_no_handshake_are_refused(data):
+    with pytest.raises(HandshakeRefused):
+        decode_endpoint(data)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"transport": "loopback"},
+        {"model_fingerprint": "m2"},
+        {"dtype": "float32"},
+        {"content_bytes": 128},
+        {"order": "BHL"},
+    ],
+)
+def test_a_difference_in_meaning_is_refused_by_name(change):
+    with pytest.raises(HandshakeRefused, match=next(iter(change))):
+        check_compatible(make_endpoint("p0"), make_endpoint("d0", **change))
+
+
+def test_block_size_order_and_parallelism_may_differ():
+    check_compatible(
+        make_endpoint("p0"),
+        make_endpoint("d0", block_size=32, order="LBNHC", num_heads=1, head_start=1, layer_ids=(1,)),
+    )
+
+
+def test_an_instance_is_no_peer_of_itself():
+    with pytest.raises(HandshakeRefused, match="instance_id"):
+        check_compatible(make_endpoint("p0"), make_endpoint("p0"))
+
+
+def test_ranks_cover_layers_and_heads_together():
+    peers = [
+        make_endpoint("d0", layer_ids=(layer,), head_start=head, num_heads=1) for layer in (0, 1) for head in (0, 1)
+    ]
+    check_coverage(make_endpoint("p0"), peers)
+
+
+def test_a_missing_layer_is_refused_by_name():
+    with pytest.raises(HandshakeRefused, match=r"layer_ids \[1\]"):
+        check_coverage(make_endpoint("p0"), [make_endpoint("d0", layer_ids=(0,))])
+
+
+def test_the_host_id_is_stable_within_a_process():
+    assert local_host_id() == local_host_id()
