@@ -1,0 +1,104 @@
+"""KV write: the step's rotated keys and values go to their slots in the paged pool.
+
+    page of one block and layer (HND, any strides):   [K, N, 2*D]    k at [..., :D], v at [..., D:]
+
+Legend: T tokens of the step, K kv heads, D head dim, B blocks, N block size (tokens), C = 2*D.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from blockferry.kernels.launch import FLOAT_DTYPES, Integer, Pointer, check_tensor
+
+MAX_TILE = 4096  # elements of k (and of v) that one program moves
+
+
+def kv_write(k_TKD: torch.Tensor, v_TKD: torch.Tensor, *, kv_cache: torch.Tensor, slot_mapping_T: torch.Tensor) -> None:
+    """Store k and v, cast to the cache's dtype; tokens whose slot is negative, or past slot_mapping, are skipped.
+
+    kv_cache is a [B, K, N, 2*D] view of one layer. Raises ValueError for arguments of another shape or dtype.
+    """
+    _, num_kv_heads, head_dim = k_TKD.shape
+    num_tokens = slot_mapping_T.shape[0]
+    check_tensor("k", k_TKD, shape=(None, num_kv_heads, head_dim), dtypes=FLOAT_DTYPES)
+    check_tensor("v", v_TKD, shape=tuple(k_TKD.shape), dtypes=(k_TKD.dtype,))
+    check_tensor("kv_cache", kv_cache, shape=(None, num_kv_heads, None, 2 * head_dim), dtypes=FLOAT_DTYPES)
+    check_tensor("slot_mapping", slot_mapping_T, shape=(None,), dtypes=(torch.int64,))
+    if num_tokens > k_TKD.shape[0]:
+        raise ValueError(f"slot_mapping has {num_tokens} entries for {k_TKD.shape[0]} tokens of k; drop the rest")
+    if not num_tokens:
+        return
+    tile_d = triton.next_power_of_2(head_dim)
+    tile_k = min(triton.next_power_of_2(num_kv_heads), max(1, MAX_TILE // tile_d))
+    kv_write_kernel[(num_tokens, triton.cdiv(num_kv_heads, tile_k))](
+        k_TKD,
+        v_TKD,
+        kv_cache,
+        slot_mapping_T,
+        k_TKD.stride(0),
+        k_TKD.stride(1),
+        v_TKD.stride(0),
+        v_TKD.stride(1),
+        kv_cache.stride(0),
+        kv_cache.stride(1),
+        kv_cache.stride(2),
+        K=num_kv_heads,
+        N=kv_cache.shape[2],
+        D=head_dim,
+        TILE_K=tile_k,
+        TILE_D=tile_d,
+        num_warps=4 if tile_k * tile_d >= 1024 else 1,
+    )
+
+
+@triton.jit
+def kv_write_kernel(
+    k_ptr: Pointer,  # [T, K, D]
+    v_ptr: Pointer,  # [T, K, D]
+    cache_ptr: Pointer,  # [B, K, N, 2*D]
+    slots_ptr: Pointer,  # int64 [T]
+    stride_kt: Integer,
+    stride_kk: Integer,
+    stride_vt: Integer,
+    stride_vk: Integer,
+    stride_cb: Integer,
+    stride_ck: Integer,
+    stride_cn: Integer,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    TILE_K: tl.constexpr,
+    TILE_D: tl.constexpr,
+) -> None:
+    """One program moves TILE_K heads of one token.
+
+    Bytes 4 T K D e (k and v read and written, e bytes an element) + 8 T; FLOPs none. T = 8,192, K = 8, D = 128,
+    bfloat16: 67 MB, 14 us on an H200 (4.8 TB/s); a decode step of T = 256: 2.1 MB, 0.4 us, below launch time.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token)
+    if slot < 0:
+        return
+    heads = tl.program_id(1) * TILE_K + tl.arange(0, TILE_K)[:, None]
+    dims = tl.arange(0, TILE_D)[None, :]
+    mask = (heads < K) & (dims < D)
+    k = tl.load(k_ptr + token * stride_kt + heads * stride_kk + dims, mask=mask)
+    v = tl.load(v_ptr + token * stride_vt + heads * stride_vk + dims, mask=mask)
+    entry_ptr = cache_ptr + (slot // N) * stride_cb + (slot % N) * stride_cn
+    entry_ptrs = entry_ptr + heads.to(tl.int64) * stride_ck + dims
+    tl.store(entry_ptrs, k.to(cache_ptr.dtype.element_ty), mask=mask)
+    tl.store(entry_ptrs + D, v.to(cache_ptr.dtype.element_ty), mask=mask)
+
+
+def kv_write_torch(
+    k_TKD: torch.Tensor, v_TKD: torch.Tensor, *, kv_cache: torch.Tensor, slot_mapping_T: torch.Tensor
+) -> None:
+    """The oracle: the same, one token after the other."""
+    block_size, head_dim = kv_cache.shape[2], k_TKD.shape[2]
+    for token, slot in enumerate(slot_mapping_T.tolist()):
+        if slot >= 0:
+            kv_cache[slot // block_size, :, slot % block_size, :head_dim] = k_TKD[token]
+            kv_cache[slot // block_size, :, slot % block_size, head_dim:] = v_TKD[token]
