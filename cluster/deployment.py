@@ -1,0 +1,277 @@
+"""A deployment's YAML file becomes one frozen DeploymentConfig, or an error with the key's path and a remedy.
+
+Owns the file's keys, their defaults and the rules between them. Starts nothing; what this machine or cluster
+lacks is check.py's and placement.py's business.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from blockferry.cluster.checkpoint import local_folder, read_checkpoint, resolve_model, stored_dtype
+from blockferry.cluster.fetch import Progress
+from blockferry.cluster.yaml_reader import Section, load_yaml
+from blockferry.engine.config import (
+    ApiConfig,
+    CacheConfig,
+    ConnectorConfig,
+    DeploymentConfig,
+    Device,
+    DType,
+    InstanceConfig,
+    ModelConfig,
+    Role,
+    SchedulerConfig,
+)
+from blockferry.engine.errors import ConfigError, ModelLoadError
+from blockferry.engine.models.config import DecoderConfig
+from blockferry.engine.models.sharding import split_heads, split_layers
+
+LAYOUTS = ("BHLNC", "BLHNC", "LBHNC", "LBNHC")
+GPU_BLOCK_MULTIPLE = 16  # the attention kernels' key tile
+DEFAULT_MAX_MODEL_LEN = 8192  # of a checkpoint that allows more: rows of token ids are sized by it
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """What a file asks for, and what its checkpoint says."""
+
+    config: DeploymentConfig
+    decoder: DecoderConfig
+
+
+def load_deployment(file: Path, *, progress: Progress = lambda _phase: None) -> Deployment:
+    """Read a deployment file; fetches its model when it is a known one that is not in the cache yet.
+
+    Raises:
+        ConfigError: unknown key, wrong type, impossible combination, missing model.
+    """
+    root = Section("", load_yaml(file))
+    name = root.text("name", file.stem) or file.stem
+    _check_name(name)
+    device = Device(root.choice("device", Device.CPU, [*Device]))
+    cache = _cache(root.section("cache"), CacheConfig())
+    scheduler = _scheduler(root.section("scheduler"), SchedulerConfig())
+    instances = tuple(
+        _instance(section, cache=cache, scheduler=scheduler, device=device) for section in root.sections("instances")
+    )
+    connector = _connector(root.section("connector"))
+    api = _api(root.section("api"), file.parent)
+    model_section = root.section("model")
+    wanted = _ModelWishes.read(model_section)
+    root.finish()
+    _check_instances(instances, device)
+    folder = wanted.find(file.parent, progress)
+    decoder = read_checkpoint(wanted.key, folder)
+    model = _model(folder, wanted, decoder)
+    config = DeploymentConfig(name=name, model=model, instances=instances, connector=connector, api=api, device=device)
+    _check_against_checkpoint(config, decoder)
+    return Deployment(config=config, decoder=decoder)
+
+
+def is_disaggregated(config: DeploymentConfig) -> bool:
+    """Whether prefill and decode run in different instances, so that blocks are ferried."""
+    return any(instance.role is not Role.MIXED for instance in config.instances)
+
+
+def _check_name(name: str) -> None:
+    if not all(letter.isalnum() or letter in "-_." for letter in name) or len(name) > 64:
+        raise ConfigError("name", f"{name!r} must be at most 64 letters, digits, '-', '_' or '.'")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _ModelWishes:
+    """The `model` section before the checkpoint is known; None: the checkpoint decides."""
+
+    key: str  # of the model: model.name or model.path
+    name: str  # as written there
+    dtype: DType | None
+    max_model_len: int | None
+    served_name: str | None
+    seed: int
+
+    @classmethod
+    def read(cls, section: Section) -> _ModelWishes:
+        name, path = section.text("name", None), section.text("path", None)
+        if name is None and path is None:
+            raise ConfigError(section.path, "names no model; add `name: smollm2-135m-instruct` or `path: FOLDER`")
+        if name is not None and path is not None:
+            raise ConfigError(section.at("path"), "name and path both name the model; keep one of them")
+        dtype = section.choice("dtype", "auto", ["auto", *DType])
+        length = section.integer("max_model_len", 0, minimum=1)
+        wishes = cls(
+            key=section.at("name" if path is None else "path"),
+            name=path or name or "",
+            dtype=None if dtype == "auto" else DType(dtype),
+            max_model_len=length or None,
+            served_name=section.text("served_name", None),
+            seed=section.integer("seed", 0, minimum=0),
+        )
+        section.finish()
+        return wishes
+
+    def find(self, base: Path, progress: Progress) -> Path:
+        """The model's folder; a path is a folder, a name may have to be fetched."""
+        if self.key.endswith("path"):
+            return local_folder(self.key, self.name, base)
+        return resolve_model(self.key, self.name, base=base, progress=progress)
+
+
+def _model(folder: Path, wanted: _ModelWishes, decoder: DecoderConfig) -> ModelConfig:
+    limit = min(decoder.max_positions, decoder.sliding_window or decoder.max_positions)
+    length = wanted.max_model_len or min(limit, DEFAULT_MAX_MODEL_LEN)
+    try:
+        decoder.check_length(length)
+    except ModelLoadError as error:
+        raise ConfigError("model.max_model_len", str(error)) from None
+    return ModelConfig(
+        name=wanted.name,
+        served_name=wanted.served_name or (folder.name if wanted.key.endswith("path") else wanted.name),
+        path=folder,
+        dtype=wanted.dtype or stored_dtype(folder),
+        max_model_len=length,
+        seed=wanted.seed,
+    )
+
+
+def _cache(section: Section, base: CacheConfig) -> CacheConfig:
+    if section.has("num_blocks") and section.has("memory"):
+        raise ConfigError(section.at("memory"), "num_blocks and memory both size the pool; keep one of them")
+    num_blocks = section.integer("num_blocks", 0, minimum=2) or None
+    cache = CacheConfig(
+        block_size=section.integer("block_size", base.block_size, minimum=1, maximum=1024),
+        num_blocks=num_blocks if section.has("num_blocks") or section.has("memory") else base.num_blocks,
+        memory_bytes=section.size("memory", base.memory_bytes),
+        layout=section.choice("layout", base.layout, LAYOUTS),
+        enable_prefix_caching=section.flag("enable_prefix_caching", default=base.enable_prefix_caching),
+        watermark=section.number("watermark", base.watermark, minimum=0.0, maximum=0.9),
+    )
+    section.finish()
+    return cache
+
+
+def _scheduler(section: Section, base: SchedulerConfig) -> SchedulerConfig:
+    scheduler = SchedulerConfig(
+        max_num_seqs=section.integer("max_num_seqs", base.max_num_seqs, minimum=1, maximum=65536),
+        max_num_batched_tokens=section.integer("max_num_batched_tokens", base.max_num_batched_tokens, minimum=1),
+        max_queue_len=section.integer("max_queue_len", base.max_queue_len, minimum=1),
+        num_steps_in_flight=section.integer("num_steps_in_flight", base.num_steps_in_flight, minimum=1, maximum=8),
+        policy=section.choice("policy", base.policy, ("fcfs", "priority")),
+    )
+    section.finish()
+    if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
+        raise ConfigError(
+            section.at("max_num_batched_tokens"),
+            f"{scheduler.max_num_batched_tokens} is less than max_num_seqs={scheduler.max_num_seqs}: a decode step "
+            f"of every row would not fit; use {scheduler.max_num_seqs} or more",
+        )
+    return scheduler
+
+
+def _instance(section: Section, *, cache: CacheConfig, scheduler: SchedulerConfig, device: Device) -> InstanceConfig:
+    resources = section.section("resources")
+    custom = {
+        key: resources.number(key, 0.0, minimum=0.0)
+        for key in resources.written_keys()
+        if key not in ("num_cpus", "num_gpus")
+    }
+    default_gpus = 1.0 if device is Device.CUDA else 0.0
+    instance = InstanceConfig(
+        role=Role(section.choice("role", Role.MIXED, [*Role])),
+        replicas=section.integer("replicas", 1, minimum=1, maximum=1024),
+        tensor_parallel=section.integer("tensor_parallel", 1, minimum=1, maximum=1024),
+        pipeline_parallel=section.integer("pipeline_parallel", 1, minimum=1, maximum=1024),
+        num_cpus=resources.number("num_cpus", 1.0, minimum=0.0),
+        num_gpus=resources.number("num_gpus", default_gpus, minimum=0.0),
+        resources=custom,
+        num_threads=section.integer("num_threads", 1, minimum=1, maximum=1024),
+        cache=_cache(section.section("cache"), cache),
+        scheduler=_scheduler(section.section("scheduler"), scheduler),
+    )
+    section.finish()
+    if device is Device.CUDA and instance.num_gpus == 0:
+        raise ConfigError(resources.at("num_gpus"), "0 GPUs with `device: cuda`; use 1, or set `device: cpu`")
+    for key in ("CPU", "GPU", "cpu", "gpu", "cpus", "gpus", "memory"):
+        if key in custom:
+            raise ConfigError(resources.at(key), "not a custom resource; write num_cpus or num_gpus")
+    return instance
+
+
+def _connector(section: Section) -> ConnectorConfig:
+    base = ConnectorConfig()
+    connector = ConnectorConfig(
+        kind=section.choice("kind", base.kind, ("pd",)),
+        transport=section.choice("transport", base.transport, ("ucx", "loopback")),
+        mode=section.choice("mode", base.mode, ("push", "pull")),
+        lease_s=section.number("lease_s", base.lease_s, minimum=0.1),
+        transfer_timeout_s=section.number("transfer_timeout_s", base.transfer_timeout_s, minimum=0.1),
+        load_failure_policy=section.choice("load_failure_policy", base.load_failure_policy, ("recompute", "fail")),
+    )
+    section.finish()
+    if connector.transport == "loopback":
+        raise ConfigError(
+            section.at("transport"), "'loopback' joins pools of one process only and workers are processes; use 'ucx'"
+        )
+    return connector
+
+
+def _api(section: Section, base: Path) -> ApiConfig:
+    template = section.text("chat_template", None)
+    path = None if template is None else base / Path(template).expanduser()
+    if path is not None and not path.is_file():
+        raise ConfigError(section.at("chat_template"), f"no such file: {path}")
+    defaults = ApiConfig()
+    api = ApiConfig(
+        host=section.text("host", defaults.host) or defaults.host,
+        port=section.integer("port", defaults.port, minimum=0, maximum=65535),
+        num_cpus=section.number("num_cpus", defaults.num_cpus, minimum=0.0),
+        chat_template=path,
+    )
+    section.finish()
+    return api
+
+
+def _check_instances(instances: tuple[InstanceConfig, ...], device: Device) -> None:
+    if not instances:
+        raise ConfigError("instances", "is empty; add `- role: mixed`, or one `role: prefill` and one `role: decode`")
+    roles = {instance.role for instance in instances}
+    if Role.MIXED in roles and len(roles) > 1:
+        index = next(index for index, instance in enumerate(instances) if instance.role is Role.MIXED)
+        raise ConfigError(
+            f"instances[{index}].role", "mixed cannot stand beside prefill or decode; use mixed only, or both others"
+        )
+    for present, missing in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
+        if present in roles and missing not in roles:
+            raise ConfigError("instances", f"{present} without {missing}; add `- role: {missing}`, or use role mixed")
+    first = instances[0].cache
+    for index, instance in enumerate(instances):
+        size = instance.cache.block_size
+        if device is Device.CUDA and size % GPU_BLOCK_MULTIPLE:
+            raise ConfigError(
+                f"instances[{index}].cache.block_size",
+                f"{size} is not a multiple of {GPU_BLOCK_MULTIPLE}, the kernel tile; use 16, 32 or 64",
+            )
+        if size != first.block_size:
+            raise ConfigError(
+                f"instances[{index}].cache.block_size",
+                f"{size} differs from instances[0]'s {first.block_size}; blocks are ferried whole, use one size",
+            )
+
+
+def _check_against_checkpoint(config: DeploymentConfig, decoder: DecoderConfig) -> None:
+    for index, instance in enumerate(config.instances):
+        where = f"instances[{index}]"
+        try:
+            split_layers(decoder.num_layers, 0, instance.pipeline_parallel)
+        except ValueError as error:
+            raise ConfigError(f"{where}.pipeline_parallel", str(error)) from None
+        try:
+            split_heads(
+                num_heads=decoder.num_heads,
+                num_kv_heads=decoder.num_kv_heads,
+                tp_rank=0,
+                tp_size=instance.tensor_parallel,
+            )
+        except ValueError as error:
+            raise ConfigError(f"{where}.tensor_parallel", str(error)) from None

@@ -1,0 +1,124 @@
+"""This process's connection to Ray: a private local cluster, or one that already runs.
+
+Owns the local cluster's processes and temporary folder, and leaves neither behind. Knows nothing of
+deployments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from blockferry.engine.errors import BlockferryError
+
+psutil: Any = importlib.import_module("psutil")  # untyped; Ray's own copy, on the path once ray is imported
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "blockferry"
+OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing large travels through it
+STOP_TIMEOUT_S = 10.0
+
+
+class RaySessionError(BlockferryError):
+    """Ray could not be started or reached."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class RaySession:
+    """A connection to Ray; close() ends it. Owned by the one thread that made it."""
+
+    address: str  # of the GCS: what another shell connects to
+    is_local: bool
+    _temp_dir: Path | None = None
+    _before: frozenset[int] = frozenset()
+
+    def close(self) -> None:
+        """Disconnect; a local cluster's processes and files are gone afterwards. Idempotent."""
+        ours = [] if not self.is_local else [one for one in _descendants() if one.pid not in self._before]
+        ray.shutdown()
+        _reap(ours)
+        if self._temp_dir is not None:
+            shutil.rmtree(self._temp_dir, ignore_errors=True)
+            self._temp_dir = None
+
+
+def start_local(resources: Mapping[str, float]) -> RaySession:
+    """Start a Ray cluster of this machine alone, offering at least `resources`.
+
+    CPUs are counted, not pinned: a deployment that asks for more than the machine has shares the cores.
+    Raises RaySessionError.
+    """
+    before = frozenset(one.pid for one in _descendants())
+    temp_dir = Path(tempfile.mkdtemp(prefix="blockferry-", dir="/tmp"))  # short: Unix socket paths end at 107
+    session = RaySession(address="", is_local=True, _temp_dir=temp_dir, _before=before)
+    custom = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    try:
+        context: Any = ray.init(
+            address="local",
+            namespace=NAMESPACE,
+            num_cpus=max(os.cpu_count() or 1, int(-(-resources.get("CPU", 0.0) // 1))),
+            resources=custom or None,
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            configure_logging=False,
+            _temp_dir=str(temp_dir),
+        )
+    except BaseException as error:
+        session.close()
+        if isinstance(error, Exception):
+            raise RaySessionError(f"cannot start a local Ray cluster: {_first_line(error)}") from error
+        raise
+    session.address = context.address_info["gcs_address"]
+    return session
+
+
+def connect(address: str) -> RaySession:
+    """Connect to a running cluster, "auto" for the one of this machine. Raises RaySessionError."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    try:
+        context: Any = ray.init(
+            address=address,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            configure_logging=False,
+        )
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise RaySessionError(
+            f"no Ray cluster at {address!r}: {_first_line(error)}; start one with `ray up` or `ray start`, "
+            "or leave out --address for a local one"
+        ) from None
+    return RaySession(address=context.address_info["gcs_address"], is_local=False)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _descendants() -> list[Any]:
+    found: list[Any] = psutil.Process().children(recursive=True)
+    return found
+
+
+def _reap(processes: list[Any]) -> None:
+    """Wait until the processes are gone; what outlives the limit is killed."""
+    deadline_s = time.monotonic() + STOP_TIMEOUT_S
+    _, alive = psutil.wait_procs(processes, timeout=max(0.0, deadline_s - time.monotonic()))
+    for process in alive:
+        logger.warning("killing %d (%s), which outlived Ray's shutdown", process.pid, process.name())
+        process.kill()
+    psutil.wait_procs(alive, timeout=2.0)

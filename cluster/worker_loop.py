@@ -1,0 +1,166 @@
+"""A rank's two threads: one executes plans, the other moves transfer commands and signs of life.
+
+Owns one ZeroMQ socket per thread and the order of plans. The model thread is the one that calls run(); transfer
+events come from the connector's own thread through a mailbox. Knows nothing of Ray or models.
+
+    model thread     STEPS socket:    PLAN -> execute -> RESULT
+    control thread   CONTROL socket:  TRANSFER, CANCEL -> connector;  mailbox -> EVENT;  BEAT every beat_s
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from typing import Protocol
+
+import zmq
+
+from blockferry.cluster import messages
+from blockferry.cluster.messages import Channel, Tag, WorkerId
+from blockferry.cluster.wakeup import Mailbox
+from blockferry.connectors.base import TransferCommand, TransferEvent
+from blockferry.engine import wire
+from blockferry.engine.wire import StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
+
+
+class StepExecutor(Protocol):
+    """The engine's worker as this loop needs it."""
+
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        """Compute one step; None on ranks that do not sample."""
+
+
+class Ferry(Protocol):
+    """The connector's worker half as this loop needs it; both methods are thread-safe and return at once."""
+
+    def start(self, command: TransferCommand) -> None:
+        """Begin a transfer; its event comes through the mailbox."""
+
+    def cancel(self, transfer_id: int) -> None:
+        """Quiesce a transfer; its event comes through the mailbox."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerTiming:
+    """Intervals of a worker's threads, in seconds."""
+
+    beat_s: float = 1.0
+    stop_poll_s: float = 0.25  # how soon the model thread notices stop()
+
+
+class WorkerLoop:
+    """Runs one rank until the scheduler says STOP or stop() is called."""
+
+    def __init__(
+        self,
+        *,
+        instance_id: str,
+        rank: int,
+        endpoint: str,
+        executor: StepExecutor,
+        timing: WorkerTiming = WorkerTiming(),
+    ) -> None:
+        self._instance_id = instance_id
+        self._rank = rank
+        self._endpoint = endpoint
+        self._executor = executor
+        self._timing = timing
+        self._stopped = threading.Event()
+        self._events: Mailbox[TransferEvent] = Mailbox()
+        self._context = zmq.Context()
+        self.stop_reason = ""
+
+    def on_transfer_event(self, event: TransferEvent) -> None:
+        """The connector's EventSink. Any thread."""
+        self._events.put(event)
+
+    def stop(self) -> None:
+        """End both threads soon. Any thread."""
+        self._stopped.set()
+
+    def run(self, ferry: Ferry | None) -> None:
+        """Execute plans until stopped; returns when both threads have ended."""
+        control = threading.Thread(target=self._run_control, args=(ferry,), name="control", daemon=True)
+        control.start()
+        try:
+            self._run_steps()
+        finally:
+            self._stopped.set()
+            control.join(timeout=5.0)
+            self._context.destroy(linger=200)
+            self._events.close()
+
+    def _connect(self, channel: Channel) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        identity = WorkerId(instance_id=self._instance_id, rank=self._rank, channel=channel)
+        socket.setsockopt(zmq.IDENTITY, identity.to_bytes())
+        socket.setsockopt(zmq.LINGER, 200)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.connect(self._endpoint)
+        socket.send_multipart(messages.encode(Tag.HELLO, {}))
+        return socket
+
+    # --- model thread
+
+    def _run_steps(self) -> None:
+        socket = self._connect(Channel.STEPS)
+        while not self._stopped.is_set():
+            if not socket.poll(int(self._timing.stop_poll_s * 1000)):
+                continue
+            tag, payload = messages.split(socket.recv_multipart())
+            if tag is Tag.PLAN:
+                result = self._execute(wire.plan_from_bytes(payload))
+                if result is not None:
+                    socket.send_multipart(messages.encode(Tag.RESULT, result))
+            elif tag is Tag.STOP:
+                self.stop_reason = str(wire.unpack(payload))
+                return
+
+    def _execute(self, plan: StepPlan) -> StepResult | None:
+        try:
+            return self._executor.execute(plan)
+        except Exception as error:
+            logger.exception("step %d failed", plan.step_id)
+            reason = f"{type(error).__name__}: {error}"
+            return StepResult(step_id=plan.step_id, token_ids=plan.rows[:0], error=reason)
+
+    # --- control thread
+
+    def _run_control(self, ferry: Ferry | None) -> None:
+        socket = self._connect(Channel.CONTROL)
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(self._events.fd, zmq.POLLIN)
+        next_beat_s = 0.0
+        while not self._stopped.is_set():
+            now_s = time.monotonic()
+            if now_s >= next_beat_s:
+                next_beat_s = now_s + self._timing.beat_s
+                socket.send_multipart(messages.encode(Tag.BEAT, {}))
+            ready = dict(poller.poll(int(min(self._timing.stop_poll_s, next_beat_s - now_s) * 1000) + 1))
+            if self._events.fd in ready:
+                for event in self._events.take():
+                    socket.send_multipart(messages.encode(Tag.EVENT, event))
+            if socket in ready:
+                self._take_commands(socket, ferry)
+
+    def _take_commands(self, socket: zmq.Socket[bytes], ferry: Ferry | None) -> None:
+        while True:
+            try:
+                tag, payload = messages.split(socket.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            if tag is Tag.STOP:
+                self.stop_reason = str(wire.unpack(payload))
+                self._stopped.set()
+            elif ferry is None:
+                logger.warning("dropped a %s message: this deployment ferries nothing", tag.name)
+            elif tag is Tag.TRANSFER:
+                ferry.start(messages.command_from(payload))
+            elif tag is Tag.CANCEL:
+                ferry.cancel(wire.unpack(payload))
