@@ -53,7 +53,8 @@ class EngineClient(Protocol):
         """
 
     async def status(self) -> dict[str, Any]:
-        """Snapshot of the deployment; plain JSON values. The keys that /metrics reads (all optional):
+        """Snapshot of the deployment; plain JSON values. Raises BlockferryError, OSError or TimeoutError when the
+        scheduler does not answer. The keys that /health and /metrics read (all optional):
 
         {"instances": [{"instance_id": str, "role": str, "num_running": int, "num_waiting": int,
                         "kv_cache_usage": float, "num_preemptions": int,

@@ -1,0 +1,183 @@
+"""Prometheus metrics of one API server, under vLLM's names with the prefix `blockferry:`.
+
+Request metrics are counted here as outputs pass; what the engine counts (queues, blocks, preemptions) is shown
+from its last status snapshot. Called on the server's event loop only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from blockferry.engine.request import RequestStats
+
+LATENCY_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+TOKEN_LATENCY_BUCKETS_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
+REQUEST_LATENCY_BUCKETS_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+TRANSFER_BUCKETS_S = (0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+BYTES_BUCKETS = tuple(1 << power for power in range(12, 37, 2))
+
+PREFIX = "blockferry:"
+EngineSnapshot = Mapping[str, Any]
+
+
+class ServerMetrics:
+    """Everything /metrics shows. Owns its registry, so that several servers can live in one process."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._registry = CollectorRegistry()
+        self._engine = _EngineCollector(model_name)
+        self._registry.register(self._engine)
+        self._success = Counter(
+            f"{PREFIX}request_success",
+            "Requests that ended, by reason.",
+            ["model_name", "finished_reason"],
+            registry=self._registry,
+        )
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that got a first token.")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self.ttft_s = self._histogram("time_to_first_token_seconds", "Arrival to first token.", LATENCY_BUCKETS_S)
+        self.itl_s = self._histogram("inter_token_latency_seconds", "Between two tokens.", TOKEN_LATENCY_BUCKETS_S)
+        self.tpot_s = self._histogram(
+            "request_time_per_output_token_seconds", "Mean of a request after its first.", TOKEN_LATENCY_BUCKETS_S
+        )
+        self.e2e_s = self._histogram("e2e_request_latency_seconds", "Arrival to end.", REQUEST_LATENCY_BUCKETS_S)
+        self.queue_s = self._histogram("request_queue_time_seconds", "Arrival to admission.", REQUEST_LATENCY_BUCKETS_S)
+        self.prefill_s = self._histogram(
+            "request_prefill_time_seconds", "Admission to first token.", REQUEST_LATENCY_BUCKETS_S
+        )
+        self.decode_s = self._histogram(
+            "request_decode_time_seconds", "First to last token.", REQUEST_LATENCY_BUCKETS_S
+        )
+        self.inference_s = self._histogram(
+            "request_inference_time_seconds", "Admission to last token.", REQUEST_LATENCY_BUCKETS_S
+        )
+        self.num_prompt_tokens = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKEN_BUCKETS)
+        self.num_output_tokens = self._histogram(
+            "request_generation_tokens", "Tokens generated for a request.", TOKEN_BUCKETS
+        )
+        self.transfer_s = self._histogram(
+            "kv_transfer_time_seconds", "Time to ferry a request's KV blocks.", TRANSFER_BUCKETS_S
+        )
+        self.transfer_bytes = self._histogram(
+            "kv_transfer_bytes", "Bytes of KV blocks ferried for a request.", BYTES_BUCKETS
+        )
+
+    def on_success(self, reason: str) -> None:
+        """Count an ended request."""
+        self._success.labels(self._model_name, reason).inc()
+
+    def on_stats(self, stats: RequestStats, decode_s: float) -> None:
+        """Record what the scheduler measured of an ended request."""
+        self.queue_s.observe(stats.queued_s)
+        self.prefill_s.observe(stats.prefill_s)
+        self.inference_s.observe(stats.prefill_s + decode_s)
+        if stats.transfer_blocks:
+            self.transfer_s.observe(stats.transfer_s)
+            self.transfer_bytes.observe(stats.transfer_bytes)
+
+    def render(self, engine: EngineSnapshot | None) -> bytes:
+        """The exposition text; `engine` is EngineClient.status(), None when it does not answer."""
+        self._engine.snapshot = engine
+        return generate_latest(self._registry)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        family = Counter(PREFIX + name, text, ["model_name"], registry=self._registry)
+        return family.labels(self._model_name)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        family = Histogram(PREFIX + name, text, ["model_name"], registry=self._registry, buckets=buckets)
+        return family.labels(self._model_name)
+
+
+class SequenceTimes:
+    """The clock of one sequence: feeds the histograms as its outputs arrive."""
+
+    def __init__(self, metrics: ServerMetrics, *, num_prompt_tokens: int) -> None:
+        self._metrics = metrics
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_tokens = 0
+        self._start_s = time.monotonic()
+        self._first_s = self._last_s = 0.0
+        self._is_finished = False
+
+    def on_tokens(self, num_tokens: int, now_s: float) -> None:
+        """Tokens arrived together; the gap since the last ones is shared among them."""
+        if not num_tokens:
+            return
+        metrics = self._metrics
+        if not self._num_tokens:
+            self._first_s = now_s
+            metrics.ttft_s.observe(now_s - self._start_s)
+            metrics.prompt_tokens.inc(self._num_prompt_tokens)
+        else:
+            gap_s = (now_s - self._last_s) / num_tokens
+            for _ in range(num_tokens):
+                metrics.itl_s.observe(gap_s)
+        metrics.generation_tokens.inc(num_tokens)
+        self._num_tokens += num_tokens
+        self._last_s = now_s
+
+    def on_finish(self, reason: str, stats: RequestStats | None) -> None:
+        """The sequence ended by itself."""
+        metrics = self._metrics
+        self._is_finished = True
+        decode_s = self._last_s - self._first_s
+        metrics.on_success(reason)
+        metrics.e2e_s.observe(time.monotonic() - self._start_s)
+        metrics.num_prompt_tokens.observe(self._num_prompt_tokens)
+        metrics.num_output_tokens.observe(self._num_tokens)
+        metrics.decode_s.observe(decode_s)
+        if self._num_tokens > 1:
+            metrics.tpot_s.observe(decode_s / (self._num_tokens - 1))
+        if stats is not None:
+            metrics.on_stats(stats, decode_s)
+
+    def close(self) -> None:
+        """Count a sequence that was left before its end (disconnect, failure)."""
+        if not self._is_finished:
+            self._metrics.on_success("abort")
+
+
+class _EngineCollector:
+    """Shows the engine's snapshot: one series per instance."""
+
+    GAUGES = (
+        ("num_requests_running", "num_running", "Requests being computed."),
+        ("num_requests_waiting", "num_waiting", "Requests waiting to be computed."),
+        ("kv_cache_usage_perc", "kv_cache_usage", "Share of KV blocks in use, 1 is all."),
+    )
+    COUNTERS = (
+        ("num_preemptions", "num_preemptions", "Preemptions."),
+        ("prefix_cache_queries", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+        ("prefix_cache_hits", "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    )
+    LABELS = ("model_name", "engine", "role")
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self.snapshot: EngineSnapshot | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry at every scrape."""
+        instances = (self.snapshot or {}).get("instances", ())
+        for name, key, text in self.GAUGES:
+            gauge = GaugeMetricFamily(PREFIX + name, text, labels=self.LABELS)
+            self._fill(gauge, instances, key)
+            yield gauge
+        for name, key, text in self.COUNTERS:
+            counter = CounterMetricFamily(PREFIX + name, text, labels=self.LABELS)
+            self._fill(counter, instances, key)
+            yield counter
+
+    def _fill(self, family: GaugeMetricFamily | CounterMetricFamily, instances: Any, key: str) -> None:
+        for instance in instances:
+            if key in instance:
+                labels = [self._model_name, str(instance.get("instance_id", "")), str(instance.get("role", ""))]
+                family.add_metric(labels, float(instance[key]))

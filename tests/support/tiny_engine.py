@@ -1,0 +1,156 @@
+"""A small real EngineClient in one process: deterministic tokens, real time, aborts, queues and failures."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import numpy as np
+from support import tiny_tokenizers
+
+from blockferry.cluster.api.client import RequestOutput
+from blockferry.cluster.api.served_model import ServedModel
+from blockferry.engine.errors import InstanceFailed, QueueFull, RequestRejected
+from blockferry.engine.request import FinishReason, Request, RequestStats, TokenLogprobs
+
+Reply = Callable[[Request], list[int]]
+
+
+def echo_reply(request: Request) -> list[int]:
+    """The prompt, over and over, rotated by the seed."""
+    prompt = request.prompt_token_ids.tolist()
+    start = (request.sampling.seed or 0) % len(prompt)
+    rotated = prompt[start:] + prompt[:start]
+    return (rotated * (request.sampling.max_tokens // len(prompt) + 1))[: request.sampling.max_tokens]
+
+
+class TinyEngine:
+    """Answers with `reply(request)`, one token every `delay_s`; the reply's stop tokens count."""
+
+    def __init__(self, reply: Reply = echo_reply, *, delay_s: float = 0.0, max_queue_len: int = 1000) -> None:
+        self.reply = reply
+        self.delay_s = delay_s
+        self.max_queue_len = max_queue_len
+        self.fail_after: int | None = None  # tokens of each sequence until the engine fails
+        self.is_reachable = True
+        self.submitted: list[Request] = []
+        self.running: dict[int, asyncio.Event] = {}
+        self.aborted: list[int] = []
+        self._last_handle = 0
+
+    def next_handle(self) -> int:
+        self._last_handle += 1
+        return self._last_handle
+
+    async def submit(self, request: Request) -> AsyncIterator[RequestOutput]:
+        self.submitted.append(request)
+        if request.request_id.startswith("cmpl-reject"):
+            raise RequestRejected(request.request_id, "prompt needs 99 blocks, the pool has 10; shorten the prompt")
+        if len(self.running) >= self.max_queue_len:
+            raise QueueFull(request.request_id, f"{self.max_queue_len} requests wait already; retry later")
+        aborted = self.running[request.handle] = asyncio.Event()
+        try:
+            async for output in self._outputs(request, aborted):
+                yield output
+        finally:
+            self.running.pop(request.handle, None)
+
+    async def _outputs(self, request: Request, aborted: asyncio.Event) -> AsyncIterator[RequestOutput]:
+        sampling = request.sampling
+        if sampling.num_prompt_logprobs is not None:
+            entries = [_logprobs(i, sampling.num_prompt_logprobs) for i in request.prompt_token_ids.tolist()[1:]]
+            yield RequestOutput(handle=request.handle, prompt_logprobs=entries)
+        reply = self.reply(request)[: sampling.max_tokens]
+        for position, token_id in enumerate(reply):
+            if self.fail_after == position:
+                raise InstanceFailed("decode0", "worker died")
+            if await _wait(aborted, self.delay_s):
+                yield RequestOutput(handle=request.handle, finish_reason=FinishReason.ABORT)
+                return
+            is_stop = token_id in sampling.stop_token_ids and position >= sampling.min_tokens
+            is_last = is_stop or position == len(reply) - 1
+            reason = None
+            if is_last:
+                reason = FinishReason.STOP if is_stop else FinishReason.LENGTH
+            logprobs = [] if sampling.num_logprobs is None else [_logprobs(token_id, sampling.num_logprobs)]
+            yield RequestOutput(
+                handle=request.handle,
+                token_ids=[token_id],
+                logprobs=logprobs,
+                finish_reason=reason,
+                stop_token_id=token_id if is_stop else None,
+                stats=_stats(request, position + 1) if is_last else None,
+            )
+            if is_last:
+                return
+        yield RequestOutput(handle=request.handle, finish_reason=FinishReason.LENGTH, stats=_stats(request, 0))
+
+    async def abort(self, handle: int) -> None:
+        if handle in self.running:
+            self.aborted.append(handle)
+            self.running[handle].set()
+
+    async def status(self) -> dict[str, Any]:
+        if not self.is_reachable:
+            raise TimeoutError("the scheduler does not answer")
+        instance = {
+            "instance_id": "mixed0",
+            "role": "mixed",
+            "num_running": len(self.running),
+            "num_waiting": 0,
+            "kv_cache_usage": 0.25,
+            "num_preemptions": 3,
+            "prefix_cache_queries": 100,
+            "prefix_cache_hits": 40,
+        }
+        return {"healthy": True, "instances": [instance]}
+
+
+async def _wait(aborted: asyncio.Event, delay_s: float) -> bool:
+    """Sleep as long as a step takes; True when the request was aborted meanwhile."""
+    try:
+        await asyncio.wait_for(aborted.wait(), delay_s)
+    except TimeoutError:
+        return False
+    return True
+
+
+def _logprobs(token_id: int, num_top: int) -> TokenLogprobs:
+    ids = [token_id, *((token_id + step) % 256 + 3 for step in range(num_top))]
+    values = [-0.5, *(-0.25 - step for step in range(num_top))]
+    return TokenLogprobs(token_ids=np.array(ids, np.int32), logprobs=np.array(values, np.float32), rank=2)
+
+
+def _stats(request: Request, num_output_tokens: int) -> RequestStats:
+    return RequestStats(
+        num_prompt_tokens=len(request.prompt_token_ids),
+        num_output_tokens=num_output_tokens,
+        num_cached_tokens=1,
+        num_preemptions=0,
+        queued_s=0.001,
+        prefill_s=0.01,
+        transfer_s=0.002,
+        transfer_bytes=4096,
+        transfer_blocks=2,
+    )
+
+
+def served_model(**changes: Any) -> ServedModel:
+    """The byte-level tiny tokenizer as a model of 256 tokens' context."""
+    tokenizer = tiny_tokenizers.byte_level()
+    model = ServedModel(
+        name="tiny",
+        root="tiny",
+        max_model_len=256,
+        vocab_size=tokenizer.num_tokens,
+        eos_token_ids=(tiny_tokenizers.EOS_ID,),
+        default_sampling={},
+        tokenizer=tokenizer,
+    )
+    return dataclasses.replace(model, **changes)
+
+
+def text_reply(text: str, *, with_eos: bool = True) -> Reply:
+    """Always answers `text`, then EOS."""
+    ids = tiny_tokenizers.byte_level().encode(text, add_special_tokens=False)
+    return lambda request: ids + ([tiny_tokenizers.EOS_ID] if with_eos else [])
