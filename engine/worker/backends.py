@@ -1,0 +1,24 @@
+"""Picks the kernels of a device: the one place that knows which attention backend and layer ops exist."""
+
+from __future__ import annotations
+
+import torch
+
+from blockferry.engine.attention.base import AttentionBackend
+from blockferry.engine.attention.cpu import CpuAttention
+from blockferry.engine.attention.reference import ReferenceAttention
+from blockferry.engine.config import Device, DType
+from blockferry.engine.models.ops import LayerOps, TorchOps
+
+TORCH_DTYPES = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16}
+
+
+def attention_backend(device: Device) -> AttentionBackend:
+    """The attention backend of a device."""
+    return CpuAttention() if device is Device.CPU else ReferenceAttention()
+
+
+def layer_ops(device: Device) -> LayerOps:
+    """The layer operations of a device."""
+    del device
+    return TorchOps()

@@ -1,0 +1,106 @@
+"""From a plan's rows to the model's inputs: tokens, positions, slots and attention metadata, all vectorised.
+
+Owns nothing. Reorders rows so that decode rows (one token) come first; `last_token_R` undoes that.
+
+Legend: R rows, T tokens, M blocks of the longest row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from blockferry.engine.attention.base import AttentionMetadata
+from blockferry.engine.kv.block_table import BlockTable
+from blockferry.engine.request import Int32Array, Int64Array
+from blockferry.engine.rows import RowTable
+from blockferry.engine.wire import StepPlan
+from blockferry.engine.worker.block_table import slot_mapping
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs:
+    """One step as the model sees it; tensors on the model's device."""
+
+    token_ids_T: torch.Tensor  # int32
+    positions_T: torch.Tensor  # int64
+    metadata: tuple[AttentionMetadata, ...]  # per cache group
+    first_token_R: Int64Array  # in plan order: place in T of the row's first token
+    last_token_R: Int64Array  # in plan order: place in T of the row's last token
+    is_decode_in_order: bool  # every row has one token, and T is in plan order
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step."""
+        return len(self.token_ids_T)
+
+
+def build_inputs(
+    plan: StepPlan, rows: RowTable, tables: list[BlockTable], *, block_size: int, device: torch.device
+) -> StepInputs:
+    """Inputs of a plan whose rows, tokens and block tables are up to date; at least one row."""
+    is_prefill = plan.num_scheduled > 1
+    num_decode_rows = len(plan.rows) - int(np.count_nonzero(is_prefill))
+    order = np.argsort(is_prefill, kind="stable")
+    rows_R, computed_R, scheduled_R = plan.rows[order], plan.num_computed[order], plan.num_scheduled[order]
+    ends_R = np.cumsum(scheduled_R, dtype=np.int64)
+    starts_R = ends_R - scheduled_R
+    if num_decode_rows == len(rows_R):
+        rows_T, positions_T = rows_R, computed_R.astype(np.int64)
+    else:
+        rows_T = np.repeat(rows_R, scheduled_R)
+        positions_T = np.arange(len(rows_T)) + np.repeat(computed_R - starts_R, scheduled_R)
+    first_R, last_R = np.empty_like(ends_R), np.empty_like(ends_R)
+    first_R[order], last_R[order] = starts_R, ends_R - 1
+    seq_lens_R = computed_R + scheduled_R
+    batch = _Batch(
+        rows_R=rows_R, rows_T=rows_T, positions_T=positions_T, seq_lens_R=seq_lens_R, query_lens_R=scheduled_R
+    )
+    return StepInputs(
+        token_ids_T=_to(rows.token_ids[rows_T, positions_T], device),
+        positions_T=_to(positions_T, device),
+        metadata=tuple(_metadata(batch, num_decode_rows, table, block_size, device) for table in tables),
+        first_token_R=first_R,
+        last_token_R=last_R,
+        is_decode_in_order=num_decode_rows == len(rows_R),
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Batch:
+    """Rows in batch order, decode first."""
+
+    rows_R: Int32Array
+    rows_T: Int32Array
+    positions_T: Int64Array
+    seq_lens_R: Int32Array
+    query_lens_R: Int32Array
+
+
+def _metadata(
+    batch: _Batch, num_decode_rows: int, table: BlockTable, block_size: int, device: torch.device
+) -> AttentionMetadata:
+    max_seq_len = int(batch.seq_lens_R.max())
+    num_columns = -(-max_seq_len // block_size)
+    query_start_R1 = np.zeros(len(batch.rows_R) + 1, np.int32)
+    np.cumsum(batch.query_lens_R, out=query_start_R1[1:])
+    return AttentionMetadata(
+        num_rows=len(batch.rows_R),
+        num_decode_rows=num_decode_rows,
+        num_tokens=len(batch.rows_T),
+        max_query_len=int(batch.query_lens_R.max()),
+        max_seq_len=max_seq_len,
+        query_start_R1=_to(query_start_R1, device),
+        seq_lens_R=_to(batch.seq_lens_R, device),
+        block_table_RM=_to(table.block_ids[batch.rows_R, :num_columns], device),
+        slot_mapping_T=_to(slot_mapping(table, batch.rows_T, batch.positions_T, block_size), device),
+        query_lens=batch.query_lens_R.tolist(),
+        seq_lens=batch.seq_lens_R.tolist(),
+    )
+
+
+def _to(array: Int32Array | Int64Array, device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.to(device)
