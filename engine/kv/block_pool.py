@@ -27,6 +27,7 @@ NULL_BLOCK_ID = 0
 """Placeholder of table entries that hold nothing; never free, never counted, never hashed."""
 
 _NO_GROUP = -1
+_NULL_GROUP = -2  # the null block is in no group and may join none
 
 
 class BlockPool:
@@ -38,7 +39,9 @@ class BlockPool:
     def __init__(self, num_blocks: int, *, num_groups: int = 1, events: EventLog | None = None) -> None:
         self.num_blocks = num_blocks
         self.ref_cnt: Int32Array = np.zeros(num_blocks, np.int32)
-        self.hash_group = np.full(num_blocks, _NO_GROUP, np.int16)  # group whose hash the block carries
+        # group whose hash the block carries; int16 as there are as many blocks as fit, but few groups
+        self.hash_group = np.full(num_blocks, _NO_GROUP, np.int16)
+        self.hash_group[NULL_BLOCK_ID] = _NULL_GROUP
         self.digests: list[bytes | None] = [None] * num_blocks
         self.queue = FreeQueue(num_blocks)
         self.prefix_maps = tuple(PrefixMap() for _ in range(num_groups))
@@ -87,20 +90,19 @@ class BlockPool:
 
     def cache(self, group: int, block_ids: Int32Array, digests: Sequence[bytes]) -> None:
         """Let these held blocks be found under their digests. Null entries are skipped."""
-        has_hash = (self.hash_group[block_ids] != _NO_GROUP) | (block_ids == NULL_BLOCK_ID)
-        if has_hash.any():
-            assert (block_ids[has_hash] == NULL_BLOCK_ID).all(), block_ids[has_hash]
-            digests = list(compress(digests, ~has_hash))
-            block_ids = block_ids[~has_hash]
+        can_cache = self.hash_group[block_ids] == _NO_GROUP
+        if not can_cache.all():
+            assert (block_ids[~can_cache] == NULL_BLOCK_ID).all(), block_ids[~can_cache]
+            digests, block_ids = list(compress(digests, can_cache)), block_ids[can_cache]
         self.hash_group[block_ids] = group
-        add = self.prefix_maps[group].add
-        for block_id, digest in zip(block_ids.tolist(), digests, strict=True):
+        ids = block_ids.tolist()
+        self.prefix_maps[group].add(digests, ids)
+        for block_id, digest in zip(ids, digests):
             self.digests[block_id] = digest
-            add(digest, block_id)
 
     def drop_hashes(self, block_ids: Int32Array) -> None:
         """Make blocks unfindable, in this order; the blocks themselves stay where they are."""
-        hashed = block_ids[self.hash_group[block_ids] != _NO_GROUP]
+        hashed = block_ids[self.hash_group[block_ids] >= 0]
         for block_id, group in zip(hashed.tolist(), self.hash_group[hashed].tolist()):
             digest = self.digests[block_id]
             assert digest is not None, block_id
@@ -115,6 +117,7 @@ class BlockPool:
         for prefix_map in self.prefix_maps:
             prefix_map.clear()
         self.hash_group[:] = _NO_GROUP
+        self.hash_group[NULL_BLOCK_ID] = _NULL_GROUP
         self.digests = [None] * self.num_blocks
         if self.events is not None:
             self.events.add(AllBlocksCleared())

@@ -12,17 +12,16 @@ from typing import Protocol
 
 import numpy as np
 
-from blockferry.engine.kv.block_hash import RequestHashes
 from blockferry.engine.kv.block_pool import BlockPool
 from blockferry.engine.kv.block_table import BlockTable
-from blockferry.engine.request import Int32Array
+from blockferry.engine.request import BoolArray, Int32Array
 
 
 class TypeManager(Protocol):
     """One cache group of one type: its block table, and what the type means for hits and needs.
 
     Decides, but neither takes from nor gives back to the pool; the coordinator does, in an order that
-    is the same for all groups. Rows are those of the RowTable.
+    is the same for all groups. Rows are those of the RowTable; a chain is the digests of a sequence's hash blocks.
     """
 
     group: int
@@ -30,20 +29,23 @@ class TypeManager(Protocol):
     table: BlockTable
     num_cached: Int32Array
 
-    def find_hit(self, hashes: RequestHashes, max_tokens: int) -> Int32Array:
+    def find_hit(self, chain: Sequence[bytes], max_tokens: int) -> Int32Array:
         """Longest usable hit of at most max_tokens, one entry per block, null where none is needed."""
 
     def trim_hit(self, block_ids: Int32Array, num_tokens: int) -> Int32Array:
         """The same hit, shortened to num_tokens."""
 
-    def is_current(self, hashes: RequestHashes, block_ids: Int32Array) -> bool:
+    def is_current(self, chain: Sequence[bytes], block_ids: Int32Array) -> bool:
         """Whether the blocks of a hit still hold what they held when it was found."""
 
     def num_missing(self, row: int, num_tokens: int, num_hit_blocks: int) -> int:
         """Blocks to take so that the row, after adopting num_hit_blocks, holds num_tokens."""
 
+    def lacks_blocks(self, rows: Int32Array, num_tokens: Int32Array) -> BoolArray:
+        """Which of rows [R] must take blocks to hold num_tokens [R]; shape [R]."""
+
     def num_missing_in(self, rows: Int32Array, num_tokens: Int32Array) -> Int32Array:
-        """The same for rows [R] without hits; shape [R]."""
+        """How many blocks each of rows [R] must take; shape [R]."""
 
     def num_blocks_at_most(self, num_tokens: int) -> int:
         """Most blocks that a sequence of num_tokens ever holds at once."""
@@ -55,13 +57,16 @@ class TypeManager(Protocol):
         """Give a row further blocks."""
 
     def append_to(self, rows: Int32Array, num_blocks: Int32Array, block_ids: Int32Array) -> None:
-        """Give num_blocks [R] of block_ids to each of rows [R], in order."""
+        """Give num_blocks [R], all >= 1, of block_ids to each of rows [R], in order."""
 
-    def cache(self, row: int, hashes: RequestHashes, num_tokens: int) -> None:
+    def cache(self, row: int, chain: Sequence[bytes], num_tokens: int) -> None:
         """Let the row's full blocks among its first num_tokens be found."""
 
-    def cache_in(self, rows: Int32Array, hashes: Sequence[RequestHashes | None], num_tokens: Int32Array) -> None:
-        """cache() for rows [R] and num_tokens [R]; hashes is indexed by row."""
+    def has_uncached(self, rows: Int32Array, num_tokens: Int32Array) -> BoolArray:
+        """Which of rows [R] have something to cache among their first num_tokens [R]; shape [R]."""
+
+    def cache_in(self, rows: Int32Array, chains: Sequence[Sequence[bytes]], num_tokens: Int32Array) -> None:
+        """cache() for rows [R] and num_tokens [R]; chains is indexed by row."""
 
     def drop(self, row: int) -> Int32Array:
         """Forget a row; returns its blocks in table order."""
@@ -88,20 +93,20 @@ class UnitaryCoordinator:
         """The hit of a sequence nothing of which is cached."""
         return PrefixHit(num_tokens=0, block_ids=tuple(np.empty(0, np.int32) for _ in self.managers))
 
-    def find_hit(self, hashes: RequestHashes, max_tokens: int) -> PrefixHit:
+    def find_hit(self, chain: Sequence[bytes], max_tokens: int) -> PrefixHit:
         """Greatest hit common to all groups, at most max_tokens, floored to the alignment of all groups."""
         num_tokens = max_tokens // self._alignment * self._alignment
         found: list[Int32Array] = []
         for manager in self.managers:
-            block_ids = manager.find_hit(hashes, num_tokens)
+            block_ids = manager.find_hit(chain, num_tokens)
             num_tokens = min(num_tokens, len(block_ids) * manager.block_size) // self._alignment * self._alignment
             found.append(block_ids)
         trimmed = tuple(manager.trim_hit(ids, num_tokens) for manager, ids in zip(self.managers, found, strict=True))
         return PrefixHit(num_tokens=num_tokens, block_ids=trimmed)
 
-    def is_current(self, hashes: RequestHashes, hit: PrefixHit) -> bool:
+    def is_current(self, chain: Sequence[bytes], hit: PrefixHit) -> bool:
         """Whether a hit can still be adopted."""
-        return all(manager.is_current(hashes, ids) for manager, ids in zip(self.managers, hit.block_ids, strict=True))
+        return all(manager.is_current(chain, ids) for manager, ids in zip(self.managers, hit.block_ids, strict=True))
 
     def num_free_needed(self, row: int, num_tokens: int, hit: PrefixHit) -> int:
         """Free blocks that go when the row adopts hit and grows to num_tokens: idle hit blocks and new ones."""
@@ -129,37 +134,34 @@ class UnitaryCoordinator:
 
     def grow_leading(self, rows: Int32Array, num_tokens: Int32Array) -> int:
         """Grow rows [R] to num_tokens [R] in order, as far as free blocks go; returns how many rows."""
-        missing_GR = [manager.num_missing_in(rows, num_tokens) for manager in self.managers]  # noqa: N806 G groups, R rows
-        missing_R = missing_GR[0] if len(missing_GR) == 1 else np.sum(missing_GR, axis=0)  # noqa: N806
-        total = int(missing_R.sum())
-        if not total:
+        due = _any([manager.lacks_blocks(rows, num_tokens) for manager in self.managers]).nonzero()[0]
+        if not len(due):
             return len(rows)
-        num_rows = len(rows)
-        if total > self._pool.num_free:
-            ends = np.cumsum(missing_R)
-            num_rows = int(np.searchsorted(ends, self._pool.num_free, side="right"))
-            total = int(ends[num_rows - 1]) if num_rows else 0
-            rows, missing_GR = rows[:num_rows], [missing[:num_rows] for missing in missing_GR]  # noqa: N806
-        block_ids = self._pool.take(total)
-        if len(self.managers) == 1:
-            self.managers[0].append_to(rows, missing_GR[0], block_ids)
-            return num_rows
-        # blocks go out row by row, within a row group by group
-        groups = np.tile(np.arange(len(self.managers)), num_rows)
-        owners = np.repeat(groups, np.stack(missing_GR, axis=1).ravel())
-        for manager, missing in zip(self.managers, missing_GR, strict=True):
-            manager.append_to(rows, missing, block_ids[owners == manager.group])
-        return num_rows
+        short, num_tokens = rows[due], num_tokens[due]
+        missing = [manager.num_missing_in(short, num_tokens) for manager in self.managers]
+        ends = np.cumsum(missing[0] if len(missing) == 1 else np.sum(missing, axis=0))
+        num_grown = len(due)
+        if ends[-1] > self._pool.num_free:
+            num_grown = int(np.searchsorted(ends, self._pool.num_free, side="right"))
+            if not num_grown:
+                return int(due[0])
+            short, missing = short[:num_grown], [counts[:num_grown] for counts in missing]
+        self._append_to(short, missing, self._pool.take(int(ends[num_grown - 1])))
+        return len(rows) if num_grown == len(due) else int(due[num_grown])
 
-    def cache(self, row: int, hashes: RequestHashes, num_tokens: int) -> None:
+    def cache(self, row: int, chain: Sequence[bytes], num_tokens: int) -> None:
         """Let the row's full blocks among its first num_tokens be found, in every group."""
         for manager in self.managers:
-            manager.cache(row, hashes, num_tokens)
+            manager.cache(row, chain, num_tokens)
 
-    def cache_in(self, rows: Int32Array, hashes: Sequence[RequestHashes | None], num_tokens: Int32Array) -> None:
-        """cache() for rows [R] and num_tokens [R]; hashes is indexed by row."""
+    def has_uncached(self, rows: Int32Array, num_tokens: Int32Array) -> BoolArray:
+        """Which of rows [R] have something to cache among their first num_tokens [R], in any group."""
+        return _any([manager.has_uncached(rows, num_tokens) for manager in self.managers])
+
+    def cache_in(self, rows: Int32Array, chains: Sequence[Sequence[bytes]], num_tokens: Int32Array) -> None:
+        """cache() for rows [R] and num_tokens [R]; chains is indexed by row."""
         for manager in self.managers:
-            manager.cache_in(rows, hashes, num_tokens)
+            manager.cache_in(rows, chains, num_tokens)
 
     def free(self, row: int) -> None:
         """Give a row's blocks back: groups in order, in each the last block first."""
@@ -169,3 +171,18 @@ class UnitaryCoordinator:
     def drop(self, row: int) -> Int32Array:
         """Forget a row but keep its blocks; returns them group after group, in table order."""
         return np.concatenate([manager.drop(row) for manager in self.managers])
+
+    def _append_to(self, rows: Int32Array, missing: list[Int32Array], block_ids: Int32Array) -> None:
+        """Hand block_ids out row by row, within a row group by group; missing holds [R] counts per group."""
+        if len(self.managers) == 1:
+            self.managers[0].append_to(rows, missing[0], block_ids)
+            return
+        groups = np.tile(np.arange(len(self.managers)), len(rows))
+        owners = np.repeat(groups, np.stack(missing, axis=1).ravel())
+        for manager, counts in zip(self.managers, missing, strict=True):
+            due = counts.nonzero()[0]
+            manager.append_to(rows[due], counts[due], block_ids[owners == manager.group])
+
+
+def _any(flags: list[BoolArray]) -> BoolArray:
+    return flags[0] if len(flags) == 1 else np.logical_or.reduce(flags)

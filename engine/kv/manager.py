@@ -14,7 +14,7 @@ import dataclasses
 import numpy as np
 
 from blockferry.engine.kv.audit import check_ledger
-from blockferry.engine.kv.block_hash import NONE_HASH, ExtraKey, RequestHashes, hash_block, salt_key
+from blockferry.engine.kv.block_hash import ExtraKey, RequestHashes, append_plain, salt_key
 from blockferry.engine.kv.block_pool import BlockPool
 from blockferry.engine.kv.block_table import DeltaLog
 from blockferry.engine.kv.coordinator import PrefixHit, UnitaryCoordinator
@@ -82,6 +82,7 @@ class KVCacheManager:
                 )
         if not 0.0 <= watermark < 1.0:
             raise ValueError(f"watermark={watermark} is not in [0, 1); it is a fraction of the pool, usually 0.01")
+        self.config = config
         self.num_groups = len(config.groups)
         self.num_usable_blocks = config.num_blocks - 1
         self._enable_caching = enable_caching
@@ -107,7 +108,11 @@ class KVCacheManager:
         self._no_hit = self._coordinator.no_hit
         self._hash_block_size = config.hash_block_size
         self._hashes: list[RequestHashes | None] = [None] * rows.max_rows
-        self._num_hashed: Int32Array = np.zeros(rows.max_rows, np.int32)  # len(hashes.digests) per row
+        self._digests: list[list[bytes]] = [[]] * rows.max_rows  # hashes.digests per row
+        self._next_plain: Int32Array = np.zeros(rows.max_rows, np.int32)  # hashes.next_plain per row
+        # each row's tokens as whole blocks of bytes, a view: what append_plain hashes
+        num_whole = rows.max_model_len // self._hash_block_size * self._hash_block_size
+        self._token_blocks = rows.token_ids[:, :num_whole].view(f"V{4 * self._hash_block_size}")
         self._popped: Int32Array = np.zeros(config.num_blocks, np.int32)  # owners that are no row any more
         self._num_queried_tokens = 0
         self._num_hit_tokens = 0
@@ -146,7 +151,9 @@ class KVCacheManager:
 
     def lookup(self, hashes: RequestHashes, num_tokens: int) -> PrefixHit:
         """Longest cached prefix of a sequence of num_tokens: at most num_tokens - 1, in whole blocks."""
-        hit = self._coordinator.find_hit(hashes, min(num_tokens - 1, len(hashes.digests) * self._hash_block_size))
+        hit = self._coordinator.find_hit(
+            hashes.digests, min(num_tokens - 1, len(hashes.digests) * self._hash_block_size)
+        )
         self._num_queried_tokens += num_tokens
         self._num_hit_tokens += hit.num_tokens
         return hit
@@ -155,7 +162,8 @@ class KVCacheManager:
         """Begin accounting for a row that the caller has assigned; the row extends hashes from now on."""
         assert self._hashes[row] is None, row
         self._hashes[row] = hashes
-        self._num_hashed[row] = len(hashes.digests)
+        self._digests[row] = hashes.digests
+        self._next_plain[row] = hashes.next_plain
 
     def allocate(self, row: int, num_new_tokens: int, options: AllocateOptions = DEFAULT_OPTIONS) -> bool:
         """Make room for num_new_tokens after those computed, hit and external; False when there is none.
@@ -194,7 +202,7 @@ class KVCacheManager:
         Returns how many leading rows got it; the others are unchanged. Caches nothing: cache_filled does
         once the tokens are known. Cost: a handful of vector operations.
         """
-        num_slots = self._rows.num_computed_tokens[rows] + np.int32(1 + self._num_lookahead_tokens)
+        num_slots = self._rows.num_computed_tokens.take(rows) + np.int32(1 + self._num_lookahead_tokens)
         np.minimum(num_slots, self._rows.max_model_len, out=num_slots)
         return self._coordinator.grow_leading(rows, num_slots)
 
@@ -205,9 +213,13 @@ class KVCacheManager:
         """
         if not self._enable_caching:
             return
-        num_tokens = np.minimum(self._rows.num_computed_tokens[rows], self._rows.num_tokens[rows])
+        num_tokens = np.minimum(self._rows.num_computed_tokens.take(rows), self._rows.num_tokens.take(rows))
+        due = self._coordinator.has_uncached(rows, num_tokens).nonzero()[0]
+        if not len(due):
+            return
+        rows, num_tokens = rows[due], num_tokens[due]
         self._extend_hashes(rows, num_tokens // self._hash_block_size)
-        self._coordinator.cache_in(rows, self._hashes, num_tokens)
+        self._coordinator.cache_in(rows, self._digests, num_tokens)
 
     def num_blocks(self, row: int, group: int = 0) -> int:
         """Blocks the row holds in a group."""
@@ -275,7 +287,7 @@ class KVCacheManager:
 
     def _can_adopt(self, row: int, hashes: RequestHashes, hit: PrefixHit) -> bool:
         held = any(manager.table.num_blocks[row] for manager in self._coordinator.managers)
-        return not held and self._coordinator.is_current(hashes, hit)
+        return not held and self._coordinator.is_current(hashes.digests, hit)
 
     def _has_room(self, row: int, num_slots: int, hit: PrefixHit, options: AllocateOptions) -> bool:
         num_watermark = self._num_watermark_blocks if options.apply_watermark else 0
@@ -291,33 +303,27 @@ class KVCacheManager:
         if not self._enable_caching:
             return
         if num_tokens // self._hash_block_size > len(hashes.digests):
-            hashes.extend(self._rows.tokens(row)[:num_tokens])
-            self._num_hashed[row] = len(hashes.digests)
-        self._coordinator.cache(row, hashes, num_tokens)
+            self._hash_row(row, num_tokens)
+        self._coordinator.cache(row, hashes.digests, num_tokens)
 
     def _extend_hashes(self, rows: Int32Array, num_full: Int32Array) -> None:
-        """Hash what rows [R] need for num_full [R] hash blocks; the usual case is one block in a few rows."""
-        num_hashed = self._num_hashed[rows]
-        due = (num_full > num_hashed).nonzero()[0]
-        if not len(due):
-            return
-        rows, num_full, num_hashed = rows[due], num_full[due], num_hashed[due]
-        columns = (num_hashed * self._hash_block_size)[:, None] + np.arange(self._hash_block_size)
-        data = self._rows.token_ids[rows[:, None], columns].astype("<i4", copy=False).tobytes()
-        num_bytes = 4 * self._hash_block_size
-        plain = (num_full - num_hashed == 1).tolist()
-        for index, row in enumerate(rows.tolist()):
-            hashes = self._hashes[row]
-            assert hashes is not None, row
-            if plain[index] and not hashes.extra_keys:
-                digests = hashes.digests
-                parent = digests[-1] if digests else NONE_HASH
-                digests.append(hash_block(parent, data[index * num_bytes : (index + 1) * num_bytes]))
-            else:
-                hashes.extend(self._rows.token_ids[row, : num_full[index] * self._hash_block_size])
-        self._num_hashed[rows] = num_full
+        """Hash rows [R] up to num_full [R] hash blocks; the usual case is one plain block in each."""
+        is_usual = num_full == self._next_plain.take(rows)
+        if not is_usual.all():
+            for row, stop in zip(rows[~is_usual].tolist(), num_full[~is_usual].tolist()):
+                self._hash_row(row, stop * self._hash_block_size)
+            rows, num_full = rows[is_usual], num_full[is_usual]
+        chunks = self._token_blocks[rows, num_full - 1].tolist()
+        append_plain([self._digests[row] for row in rows.tolist()], chunks)
+        self._next_plain[rows] = num_full + 1
+
+    def _hash_row(self, row: int, num_tokens: int) -> None:
+        hashes = self._hashes[row]
+        assert hashes is not None, row
+        hashes.extend(self._rows.token_ids[row, :num_tokens])
+        self._next_plain[row] = hashes.next_plain
 
     def _forget(self, row: int) -> None:
         self._deltas.forget(row)
         self._hashes[row] = None
-        self._num_hashed[row] = 0
+        self._digests[row] = []

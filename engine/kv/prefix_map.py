@@ -22,10 +22,12 @@ class PrefixMap:
         """Distinct hashes."""
         return len(self._first)
 
-    def add(self, digest: bytes, block_id: int) -> None:
-        """Let block_id be found under digest. Adding a pair twice is a bug."""
-        if self._first.setdefault(digest, block_id) != block_id:
-            self._others.setdefault(digest, []).append(block_id)
+    def add(self, digests: Iterable[bytes], block_ids: Iterable[int]) -> None:
+        """Let each block be found under its digest."""
+        find_or_set = self._first.setdefault
+        for digest, block_id in zip(digests, block_ids, strict=True):
+            if find_or_set(digest, block_id) != block_id:
+                self._others.setdefault(digest, []).append(block_id)
 
     def remove(self, digest: bytes, block_id: int) -> None:
         """Forget one carrier; the other ones stay findable."""
