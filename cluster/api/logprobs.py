@@ -10,7 +10,7 @@ from blockferry.cluster.api.sequence import OutputToken
 from blockferry.cluster.api.tokenizer import Tokenizer
 from blockferry.engine.request import TokenLogprobs
 
-MIN_LOGPROB = -9999.0  # JSON has no -inf
+MIN_LOGPROB = -9999.0  # vLLM's stand-in for -inf
 
 
 def chat_logprobs(tokens: Iterable[OutputToken], tokenizer: Tokenizer) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def _chat_entry(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, Any]:
 
 def _described(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
     raw = tokenizer.token_bytes(token_id)
-    return {"token": raw.decode("utf-8", "replace"), "logprob": max(logprob, MIN_LOGPROB), "bytes": list(raw)}
+    return {"token": raw.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(raw)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class CompletionLogprobs:
         return columns
 
     def _append(self, columns: dict[str, Any], entry: TokenLogprobs, offset: int) -> None:
-        ids, values = entry.token_ids.tolist(), [max(value, MIN_LOGPROB) for value in entry.logprobs.tolist()]
+        ids, values = entry.token_ids.tolist(), [_finite(value) for value in entry.logprobs.tolist()]
         columns["tokens"].append(self._name(ids[0]))
         columns["token_logprobs"].append(values[0])
         columns["text_offset"].append(offset)
@@ -79,6 +79,11 @@ class CompletionLogprobs:
 def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """Columns one after the other."""
     return {name: first[name] + second[name] for name in first}
+
+
+def _finite(logprob: float) -> float:
+    """JSON has neither -inf nor NaN."""
+    return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB
 
 
 def _empty_columns() -> dict[str, Any]:

@@ -86,10 +86,12 @@ def from_token_ids(ids: list[Any], model: ServedModel, *, param: str) -> Prompt:
 def check_token_ids(ids: Sequence[Any], vocab_size: int, param: str) -> None:
     """Refuse anything but ids of this vocabulary."""
     for index, token_id in enumerate(ids):
+        if type(token_id) is int and 0 <= token_id < vocab_size:
+            continue
+        where = f"{param}.{index}"
         if type(token_id) is not int:
-            raise ApiError(f"{param}.{index}={shown(token_id)} is not a token id; send integers", param=param)
-        if not 0 <= token_id < vocab_size:
-            raise ApiError(f"{param}.{index}={token_id} is outside the vocabulary, 0..{vocab_size - 1}", param=param)
+            raise ApiError(f"{where}={shown(token_id)} is not a token id; send integers", param=where)
+        raise ApiError(f"{where}={token_id} is outside the vocabulary, 0..{vocab_size - 1}", param=where)
 
 
 def check_length(num_tokens: int, model: ServedModel, param: str) -> None:

@@ -25,7 +25,10 @@ def echo_reply(request: Request) -> list[int]:
 
 
 class TinyEngine:
-    """Answers with `reply(request)`, one token every `delay_s`; the reply's stop tokens count."""
+    """Answers with `reply(request)`, one token every `delay_s`; the reply's stop tokens count.
+
+    A request runs until its last output or its abort: leaving the iterator alone does not end it.
+    """
 
     def __init__(self, reply: Reply = echo_reply, *, delay_s: float = 0.0, max_queue_len: int = 1000) -> None:
         self.reply = reply
@@ -49,11 +52,10 @@ class TinyEngine:
         if len(self.running) >= self.max_queue_len:
             raise QueueFull(request.request_id, f"{self.max_queue_len} requests wait already; retry later")
         aborted = self.running[request.handle] = asyncio.Event()
-        try:
-            async for output in self._outputs(request, aborted):
-                yield output
-        finally:
-            self.running.pop(request.handle, None)
+        async for output in self._outputs(request, aborted):
+            if output.finish_reason is not None:
+                self.running.pop(request.handle, None)
+            yield output
 
     async def _outputs(self, request: Request, aborted: asyncio.Event) -> AsyncIterator[RequestOutput]:
         sampling = request.sampling
@@ -63,6 +65,7 @@ class TinyEngine:
         reply = self.reply(request)[: sampling.max_tokens]
         for position, token_id in enumerate(reply):
             if self.fail_after == position:
+                self.running.clear()
                 raise InstanceFailed("decode0", "worker died")
             if await _wait(aborted, self.delay_s):
                 yield RequestOutput(handle=request.handle, finish_reason=FinishReason.ABORT)
@@ -86,9 +89,10 @@ class TinyEngine:
         yield RequestOutput(handle=request.handle, finish_reason=FinishReason.LENGTH, stats=_stats(request, 0))
 
     async def abort(self, handle: int) -> None:
-        if handle in self.running:
+        event = self.running.pop(handle, None)
+        if event is not None:
             self.aborted.append(handle)
-            self.running[handle].set()
+            event.set()
 
     async def status(self) -> dict[str, Any]:
         if not self.is_reachable:
@@ -116,7 +120,7 @@ async def _wait(aborted: asyncio.Event, delay_s: float) -> bool:
 
 
 def _logprobs(token_id: int, num_top: int) -> TokenLogprobs:
-    ids = [token_id, *((token_id + step) % 256 + 3 for step in range(num_top))]
+    ids = [token_id, *((token_id + 1 + step) % 90 + 3 for step in range(num_top))]
     values = [-0.5, *(-0.25 - step for step in range(num_top))]
     return TokenLogprobs(token_ids=np.array(ids, np.int32), logprobs=np.array(values, np.float32), rank=2)
 
