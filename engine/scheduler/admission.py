@@ -1,0 +1,110 @@
+"""Who may come in: requests that could never run are refused at once, the others wait in lanes by rank.
+
+Pure checks and one queue; takes no blocks and no rows.
+
+    lane "decode-0"   heap by rank   --.
+    lane "decode-1"   heap by rank   ---+--> oldest head of the lanes that are not blocked in this pass
+    lane ""           heap by rank   --'     (local: decoded where it is prefilled, or resumed after preemption)
+
+A decode instance without room blocks its own lane only; a prefill instance without room ends the pass.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Container, Iterator
+
+from blockferry.engine.errors import QueueFull, RequestRejected
+from blockferry.engine.kv.manager import KVCacheManager
+from blockferry.engine.request import Request
+from blockferry.engine.scheduler.sequence import Rank, Sequence
+
+
+class WaitingQueue:
+    """Sequences without a row, in lanes. Owned by one Scheduler."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[str, list[tuple[Rank, Sequence]]] = {}
+        self._waiting: set[Sequence] = set()
+        self.num_tokens = 0  # of all waiting sequences
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._waiting)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._waiting
+
+    def push(self, sequence: Sequence) -> None:
+        """Add a sequence to its lane."""
+        assert sequence not in self._waiting, sequence
+        self._waiting.add(sequence)
+        self.num_tokens += len(sequence.token_ids)
+        heapq.heappush(self._lanes.setdefault(sequence.lane, []), (sequence.ticket.rank, sequence))
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out: a head at once, another (it never comes back) when its heap entry surfaces."""
+        self._waiting.remove(sequence)
+        self.num_tokens -= len(sequence.token_ids)
+        self._head(sequence.lane)
+
+    def peek(self, *, blocked_lanes: Container[str] = ()) -> Sequence | None:
+        """The oldest sequence of the lanes that are not blocked, or None."""
+        heads = [self._head(lane) for lane in list(self._lanes) if lane not in blocked_lanes]
+        return min((head for head in heads if head is not None), key=lambda head: head.ticket.rank, default=None)
+
+    def _head(self, lane: str) -> Sequence | None:
+        heap = self._lanes.get(lane, [])
+        while heap and heap[0][1] not in self._waiting:
+            heapq.heappop(heap)
+        if heap:
+            return heap[0][1]
+        self._lanes.pop(lane, None)
+        return None
+
+
+def token_limit(request: Request, *, max_model_len: int) -> int:
+    """Number of tokens, prompt included, at which a request ends for length."""
+    return min(len(request.prompt_token_ids) + request.sampling.max_tokens, max_model_len)
+
+
+def check_lengths(request: Request, *, max_model_len: int) -> None:
+    """Raises RequestRejected for a request that no instance of max_model_len could run."""
+    num_prompt_tokens = len(request.prompt_token_ids)
+    max_tokens = request.sampling.max_tokens
+    if num_prompt_tokens == 0:
+        raise RequestRejected(request.request_id, "the prompt has 0 tokens; send at least 1")
+    if max_tokens < 0:
+        raise RequestRejected(request.request_id, f"max_tokens={max_tokens} is negative; use 0 or more")
+    longest = max_model_len if max_tokens == 0 else max_model_len - 1
+    if num_prompt_tokens > longest:
+        raise RequestRejected(
+            request.request_id,
+            f"the prompt has {num_prompt_tokens} tokens, but with max_tokens={max_tokens} and "
+            f"max_model_len={max_model_len} at most {longest} fit; shorten the prompt or raise max_model_len",
+        )
+
+
+def check_fits_pool(request: Request, pool: KVCacheManager, *, num_tokens: int, instance_id: str) -> None:
+    """Raises RequestRejected when num_tokens of this request can never be held by the instance's pool."""
+    if pool.can_ever_fit(num_tokens):
+        return
+    raise RequestRejected(
+        request.request_id,
+        f"the prompt of {len(request.prompt_token_ids)} tokens with max_tokens={request.sampling.max_tokens} needs KV "
+        f"blocks for {num_tokens} tokens, but the pool of instance {instance_id} holds {pool.max_tokens_that_fit} "
+        f"tokens in {pool.num_usable_blocks} blocks; lower max_tokens, shorten the prompt or enlarge the cache",
+    )
+
+
+def check_queue(request: Request, *, num_waiting: int, max_queue_len: int, instance_id: str) -> None:
+    """Raises QueueFull when the instance's queue is full."""
+    if num_waiting < max_queue_len:
+        return
+    raise QueueFull(
+        request.request_id,
+        f"{num_waiting} requests already wait for instance {instance_id}, the limit is max_queue_len={max_queue_len}; "
+        "retry later, add instances or raise max_queue_len",
+    )

@@ -1,0 +1,94 @@
+"""The audit of the scheduler: proves that rows, queues, ledgers and hand-offs agree. Changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from blockferry.engine.errors import LedgerCorrupted
+from blockferry.engine.request import Int64Array
+from blockferry.engine.scheduler.batch import Phase
+from blockferry.engine.scheduler.handoff import Handoff, HandoffState
+from blockferry.engine.scheduler.instance import Instance
+from blockferry.engine.scheduler.sequence import Ticket
+
+_WITHOUT_SEQUENCE = (Phase.FREE, Phase.ENDED)
+_WITHOUT_BLOCKS = (Phase.FREE, Phase.ENDED, Phase.DRAINING)
+
+
+def check_instance(instance: Instance) -> None:
+    """Check one instance's ledger, then every row against it. Raises LedgerCorrupted."""
+    instance.kv.check_integrity()
+    samples = np.zeros(instance.batch.max_rows, np.int64)
+    for record in instance.in_flight:
+        samples[record.sample_rows] += 1
+    for row in range(instance.batch.max_rows):
+        _check_row(instance, row, samples)
+    _check_order(instance)
+    for sequence in instance.queue:
+        _require(sequence.row is None, instance, "a waiting sequence has a row", sequence.row)
+
+
+def check_tickets(tickets: Iterable[Ticket], instances: Mapping[str, Instance]) -> None:
+    """Check that every unfinished request waits or has a row somewhere. Raises LedgerCorrupted."""
+    for ticket in tickets:
+        sequence = ticket.sequence
+        if sequence is None:
+            raise LedgerCorrupted(f"request {ticket.handle} is nowhere")
+        instance = instances[sequence.instance_id]
+        is_waiting = sequence in instance.queue
+        _require(is_waiting != (sequence.row is not None), instance, "a request neither waits nor runs", ticket.handle)
+
+
+def check_handoffs(handoffs: Iterable[Handoff]) -> None:
+    """Check that hand-offs hold what their state says. Raises LedgerCorrupted."""
+    for handoff in handoffs:
+        is_reserved = handoff.target_sequence.row is not None
+        if is_reserved != (handoff.state is not HandoffState.WAITING):
+            raise LedgerCorrupted(f"request {handoff.ticket.handle} is {handoff.state}, reserved: {is_reserved}")
+        if is_reserved:
+            phase = handoff.target.batch.phase[handoff.target_row]
+            _require(phase == Phase.INCOMING, handoff.target, "a reserved row is not INCOMING", handoff.target_row)
+
+
+def _check_row(instance: Instance, row: int, samples: Int64Array) -> None:
+    batch, table = instance.batch, instance.rows
+    phase = Phase(batch.phase[row])
+    sequence = batch.sequences[row]
+    _require((sequence is None) == (phase in _WITHOUT_SEQUENCE), instance, f"phase {phase.name} and sequence", row)
+    num_blocks = instance.kv.num_blocks(row)
+    if phase in _WITHOUT_BLOCKS:
+        _require(num_blocks == 0, instance, f"a row in {phase.name} holds {num_blocks} blocks", row)
+    if sequence is None:
+        return
+    _require(sequence.row == row, instance, f"its sequence claims row {sequence.row}", row)
+    num_tokens, num_computed = int(table.num_tokens[row]), int(table.num_computed_tokens[row])
+    num_in_flight = int(batch.num_in_flight[row])
+    _require(num_in_flight == samples[row], instance, f"{num_in_flight} samples in flight, not {samples[row]}", row)
+    num_left = int(batch.limit[row]) - num_tokens - num_in_flight
+    _require(num_left == batch.num_left[row], instance, f"{batch.num_left[row]} samples left, not {num_left}", row)
+    if phase not in _WITHOUT_BLOCKS:
+        num_needed = instance.num_blocks_for(num_computed)
+        _require(num_blocks >= num_needed, instance, f"{num_blocks} blocks for {num_computed} computed tokens", row)
+    if phase is Phase.DECODE:
+        num_expected = num_tokens + num_in_flight - 1
+        _require(num_computed == num_expected, instance, f"{num_computed} computed, not {num_expected}", row)
+
+
+def _check_order(instance: Instance) -> None:
+    batch = instance.batch
+    decode_rows = batch.decode_rows().tolist()
+    prefill_rows = batch.prefill_rows()
+    for rows, phase in ((decode_rows, Phase.DECODE), (prefill_rows, Phase.PREFILL)):
+        _require(sorted(rows) == batch.rows_in(phase), instance, f"the list of {phase.name} rows differs", rows)
+        _require(rows == sorted(rows, key=batch.rank), instance, f"{phase.name} rows are not by rank", rows)
+    num_free = len(batch.rows_in(Phase.FREE)) + len(batch.rows_in(Phase.ENDED))
+    _require(batch.num_occupied == batch.max_rows - num_free, instance, "occupied rows", batch.num_occupied)
+    _require(batch.num_draining == len(batch.rows_in(Phase.DRAINING)), instance, "draining rows", batch.num_draining)
+
+
+def _require(is_true: bool, instance: Instance, what: str, value: Any) -> None:
+    if not is_true:
+        raise LedgerCorrupted(f"instance {instance.instance_id}: {what} ({value})")

@@ -1,0 +1,252 @@
+"""One instance's sequences: how each takes a row and blocks, is preempted, handed over and leaves.
+
+Owns the batch, the waiting queue, the ledger and the row table of one instance. Decides nothing about which rows
+compute what (schedule.py) or what a result means (update.py); both act through the verbs here.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+import numpy as np
+
+from blockferry.engine.config import Role, SchedulerConfig
+from blockferry.engine.kv.coordinator import PrefixHit
+from blockferry.engine.kv.manager import AllocateOptions, KVCacheManager
+from blockferry.engine.request import Int32Array
+from blockferry.engine.rows import RowTable
+from blockferry.engine.scheduler.admission import WaitingQueue
+from blockferry.engine.scheduler.batch import Batch, Phase
+from blockferry.engine.scheduler.sequence import Sequence
+from blockferry.engine.wire import NewRow
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """A step in flight: what its result will mean."""
+
+    step_id: int
+    sample_rows: Int32Array  # rows that get a token, in the plan's order
+    prefilled: tuple[Sequence, ...]  # sequences whose last known token this step computes
+
+
+class Instance:
+    """The sequences of one instance and everything they hold. One thread calls it."""
+
+    def __init__(
+        self,
+        instance_id: str,
+        role: Role,
+        *,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
+        rows: RowTable,
+        num_ranks: int = 1,
+    ) -> None:
+        """`rows` is the table that kv was made with; num_ranks workers execute every plan."""
+        self.instance_id = instance_id
+        self.role = role
+        self.config = config
+        self.kv = kv
+        self.rows = rows
+        self.num_ranks = num_ranks
+        self.block_size = kv.config.groups[0].spec.block_size  # tokens
+        self.batch = Batch(rows.max_rows)
+        self.queue = WaitingQueue()
+        self.in_flight: collections.deque[StepRecord] = collections.deque()
+        self.last_step = -1  # last planned
+        self.retired_step = -1  # last whose result arrived
+        self.num_preemptions = 0
+        self._unannounced: list[int] = []  # rows that the workers have not heard of
+
+    # coming in
+
+    def find_hit(self, sequence: Sequence) -> PrefixHit | None:
+        """What the prefix cache holds of a sequence that is about to come in; None: it may not look."""
+        if sequence.ticket.request.skip_reading_prefix_cache or sequence.needs_prompt_logprobs:
+            return None
+        return self.kv.lookup(sequence.hashes, len(sequence.token_ids))
+
+    def has_room_for(self, sequence: Sequence, hit: PrefixHit | None) -> bool:
+        """False when the sequence is sure to be refused; cheap and without effect."""
+        num_hit_tokens = 0 if hit is None else hit.num_tokens
+        num_blocks = self.num_blocks_for(len(sequence.token_ids)) - self.num_blocks_for(num_hit_tokens)
+        return self.batch.peek_free_row() is not None and num_blocks <= self.kv.num_free_blocks
+
+    def admit(self, sequence: Sequence, hit: PrefixHit | None, *, num_budget_tokens: int) -> int | None:
+        """Give a waiting sequence a row and the blocks of its first chunk; returns the chunk's tokens.
+
+        None when no row or not enough blocks are free; then nothing has changed.
+        """
+        num_hit_tokens = 0 if hit is None else hit.num_tokens
+        num_new_tokens = min(num_budget_tokens, len(sequence.token_ids) - num_hit_tokens)
+        row = self._place(sequence, self._options(hit), phase=Phase.PREFILL, num_new_tokens=num_new_tokens)
+        if row is None:
+            return None
+        self.queue.remove(sequence)
+        self._unannounced.append(row)
+        return num_new_tokens
+
+    def reserve(self, sequence: Sequence) -> bool:
+        """Give a sequence that is prefilled elsewhere a row and blocks for its whole prompt, uncached (INCOMING).
+
+        False when no row or not enough blocks are free, or an older sequence waits here; then nothing has changed.
+        """
+        oldest = self.queue.peek()
+        is_behind = oldest is not None and oldest.ticket.rank < sequence.ticket.rank
+        if is_behind or self.batch.num_draining:
+            return False
+        hit = self.find_hit(sequence)
+        if not self.has_room_for(sequence, hit):
+            return False
+        num_hit_tokens = 0 if hit is None else hit.num_tokens
+        options = dataclasses.replace(
+            self._options(hit), num_external_tokens=len(sequence.token_ids) - num_hit_tokens, delay_caching=True
+        )
+        return self._place(sequence, options, phase=Phase.INCOMING, num_new_tokens=0) is not None
+
+    def grow(self, row: int, num_new_tokens: int) -> bool:
+        """Blocks for the row's next num_new_tokens tokens. False when not enough are free; nothing changed."""
+        return self.kv.allocate(row, num_new_tokens, AllocateOptions())
+
+    def activate(self, sequence: Sequence, first_token_id: int) -> None:
+        """The prompt's blocks have arrived: cache them and decode on from the first token."""
+        row = self._append_first_token(sequence, first_token_id)
+        self.rows.num_computed_tokens[row] = self.rows.num_prompt_tokens[row]
+        self.kv.cache_filled(np.array([row], np.int32))
+        self.batch.set_phase(row, Phase.DECODE)
+
+    def recompute(self, sequence: Sequence, first_token_id: int) -> None:
+        """The prompt's blocks will not arrive: compute it here, in the blocks it holds."""
+        row = self._append_first_token(sequence, first_token_id)
+        self.batch.set_phase(row, Phase.PREFILL)
+
+    # going out
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take blocks and row of a running sequence; it waits again, with every token it has or has in flight."""
+        row = sequence.row
+        assert row is not None, sequence
+        sequence.ticket.num_preemptions += 1
+        self.num_preemptions += 1
+        self.kv.free(row)
+        self._forget_on_workers(row)
+        if self.batch.num_in_flight[row]:
+            self.batch.set_phase(row, Phase.DRAINING)
+        else:
+            self.requeue(sequence)
+
+    def requeue(self, sequence: Sequence) -> None:
+        """Put a preempted sequence whose tokens have all arrived back into the queue."""
+        row = sequence.row
+        assert row is not None, sequence
+        sequence.token_ids = self.rows.tokens(row).copy()
+        self._release_row(row)
+        self.queue.push(sequence)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Take a sequence out of the instance, wherever it stands, with everything it holds."""
+        row = sequence.row
+        if row is None:
+            if sequence in self.queue:
+                sequence.ticket.num_output_tokens = self.num_output_tokens(sequence)
+                self.queue.remove(sequence)
+            return
+        ticket = sequence.ticket
+        ticket.num_output_tokens = max(ticket.num_output_tokens, self.num_output_tokens(sequence))
+        if self.batch.phase[row] != Phase.DRAINING:
+            self.kv.free(row)
+            self._forget_on_workers(row)
+        self._release_row(row)
+
+    # what others ask
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks of the first group that num_tokens take."""
+        return self.kv.config.groups[0].spec.num_blocks_for(num_tokens)
+
+    def num_outstanding_blocks(self) -> int:
+        """Blocks that prefills in progress will still take for the tokens they have."""
+        num_blocks = 0
+        for row in self.batch.prefill_rows():
+            num_blocks += max(0, self.num_blocks_for(int(self.rows.num_tokens[row])) - self.kv.num_blocks(row))
+        return num_blocks
+
+    def num_output_tokens(self, sequence: Sequence) -> int:
+        """Tokens that the sequence has generated and that have arrived."""
+        num_prompt_tokens = sequence.ticket.num_prompt_tokens
+        num_tokens = len(sequence.token_ids) if sequence.row is None else int(self.rows.num_tokens[sequence.row])
+        return num_tokens - num_prompt_tokens
+
+    def num_queued_tokens(self) -> int:
+        """Tokens that wait to be computed, of waiting sequences and prefills in progress."""
+        rows = np.array(self.batch.prefill_rows(), np.int32)
+        in_rows = int((self.rows.num_tokens[rows] - self.rows.num_computed_tokens[rows]).sum())
+        return in_rows + self.queue.num_tokens
+
+    # news for the workers
+
+    def take_freed_rows(self) -> Int32Array:
+        """Rows that workers must forget, since the last take."""
+        freed, self.batch.freed_rows = self.batch.freed_rows, []
+        return np.array(sorted(set(freed)), np.int32)
+
+    def take_new_rows(self) -> tuple[NewRow, ...]:
+        """Rows that workers have not heard of, with every token known."""
+        unannounced, self._unannounced = self._unannounced, []
+        return tuple(self._new_row(row) for row in unannounced)
+
+    # steps of the above
+
+    def _options(self, hit: PrefixHit | None) -> AllocateOptions:
+        return AllocateOptions(
+            hit=hit,
+            full_sequence_must_fit=True,
+            num_reserved_blocks=self.num_outstanding_blocks(),
+            apply_watermark=self.batch.num_occupied > 0,
+        )
+
+    def _place(self, sequence: Sequence, options: AllocateOptions, *, phase: Phase, num_new_tokens: int) -> int | None:
+        """A free row with blocks for a sequence; None when there is no room, then nothing has changed."""
+        row = self.batch.peek_free_row()
+        if row is None:
+            return None
+        self.rows.assign(row, sequence.token_ids, num_prompt_tokens=sequence.ticket.num_prompt_tokens)
+        self.kv.start_row(row, sequence.hashes)
+        if not self.kv.allocate(row, num_new_tokens, options):
+            self.kv.free(row)
+            self.rows.clear(row)
+            return None
+        sequence.num_hit_tokens = 0 if options.hit is None else options.hit.num_tokens
+        self.rows.num_computed_tokens[row] = sequence.num_hit_tokens
+        self.batch.start(row, sequence, phase)
+        return row
+
+    def _append_first_token(self, sequence: Sequence, first_token_id: int) -> int:
+        row = sequence.row
+        assert row is not None, sequence
+        assert self.batch.phase[row] == Phase.INCOMING, (row, self.batch.phase[row])
+        self.rows.append(np.array([row], np.int32), np.array([first_token_id], np.int32))
+        self.batch.num_left[row] -= 1
+        self._unannounced.append(row)
+        return row
+
+    def _forget_on_workers(self, row: int) -> None:
+        self.batch.freed_rows.append(row)
+        if row in self._unannounced:
+            self._unannounced.remove(row)
+
+    def _release_row(self, row: int) -> None:
+        self.rows.clear(row)
+        self.batch.end(row, retired_step=self.retired_step)
+
+    def _new_row(self, row: int) -> NewRow:
+        sequence = self.batch.sequences[row]
+        assert sequence is not None, row
+        return NewRow(
+            row=row,
+            token_ids=self.rows.tokens(row).copy(),
+            num_prompt_tokens=int(self.rows.num_prompt_tokens[row]),
+            sampling=sequence.sampling_to_send(),
+        )

@@ -1,0 +1,56 @@
+"""What the router and `blockferry status` see of an instance. Reads only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from blockferry.engine.scheduler.batch import Phase
+from blockferry.engine.scheduler.handoff import Handoff, HandoffState
+from blockferry.engine.scheduler.instance import Instance
+from blockferry.engine.scheduler.outputs import InstanceLoad
+
+
+def load(instance: Instance, *, is_failed: bool) -> InstanceLoad:
+    """How busy an instance is at this moment."""
+    return InstanceLoad(
+        num_queued_tokens=instance.num_queued_tokens(),
+        num_waiting=len(instance.queue),
+        num_running=instance.batch.num_occupied,
+        num_free_blocks=instance.kv.num_free_blocks,
+        num_usable_blocks=instance.kv.num_usable_blocks,
+        is_failed=is_failed,
+    )
+
+
+def status(instance: Instance, failure: str | None) -> dict[str, Any]:
+    """An instance as plain values; `failure` is why it was given up, or None."""
+    ledger = instance.kv.stats()
+    return {
+        "instance_id": instance.instance_id,
+        "role": instance.role.value,
+        "num_ranks": instance.num_ranks,
+        "failure": failure or "",
+        "num_waiting": len(instance.queue),
+        "num_queued_tokens": instance.num_queued_tokens(),
+        "rows": {phase.name.lower(): len(instance.batch.rows_in(phase)) for phase in Phase},
+        "num_running": instance.batch.num_occupied,
+        "num_steps": instance.last_step + 1,
+        "num_steps_in_flight": len(instance.in_flight),
+        "num_preemptions": instance.num_preemptions,
+        "num_blocks": ledger.num_blocks,
+        "num_free_blocks": ledger.num_free_blocks,
+        "usage": round(instance.kv.usage, 6),
+        "num_queried_tokens": ledger.num_queried_tokens,
+        "num_hit_tokens": ledger.num_hit_tokens,
+        "num_cached_keys": ledger.num_keys,
+        "num_evicted_blocks": ledger.num_evicted_blocks,
+    }
+
+
+def count_handoffs(handoffs: Iterable[Handoff]) -> dict[str, int]:
+    """Number of hand-offs by state."""
+    counts = dict.fromkeys((state.value for state in HandoffState), 0)
+    for handoff in handoffs:
+        counts[handoff.state.value] += 1
+    return counts

@@ -1,0 +1,221 @@
+"""Which rows compute how many tokens in the next step, within one token budget.
+
+    1  room     a prefill that was left short last time takes the youngest row's blocks
+    2  decode   one token of every decode row, oldest first, in vector operations; out of blocks: the youngest
+                running row is preempted, unless it is the only one left, which waits
+    3  prefill  the next chunk of every prefill in progress, oldest first
+    4  admit    the oldest waiting sequences, unless anything was preempted or is still draining
+
+The oldest row is never preempted for a younger one, so it always ends, and with it every other in turn.
+Counts advance here, at plan time; the tokens arrive in update.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import numpy as np
+
+from blockferry.engine.request import BoolArray, Int32Array
+from blockferry.engine.scheduler.batch import Phase
+from blockferry.engine.scheduler.instance import Instance, StepRecord
+from blockferry.engine.scheduler.sequence import Sequence
+from blockferry.engine.wire import StepPlan
+
+
+class HandoffGate(Protocol):
+    """Where a ferried sequence's decode side is reserved; its one implementation is transfers.Handoffs."""
+
+    def reserve(self, sequence: Sequence) -> bool:
+        """Allocate the decode side of a sequence being admitted. False: no room there now."""
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Give the decode side back: the sequence was preempted before its prompt was computed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A prefill row's share of a step."""
+
+    row: int
+    sequence: Sequence
+    num_tokens: int
+    is_last: bool  # computes the last known token
+
+
+class PlanDraft:
+    """The step being put together. Lives within one schedule() call."""
+
+    def __init__(self, *, num_budget_tokens: int) -> None:
+        self.num_budget_tokens = num_budget_tokens
+        self.decode_rows: Int32Array = np.empty(0, np.int32)
+        self.chunks: list[Chunk] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """True when the step computes nothing."""
+        return not len(self.decode_rows) and not self.chunks
+
+    def set_decode_rows(self, rows: Int32Array) -> None:
+        """Plan one token for each of rows."""
+        self.decode_rows = rows
+        self.num_budget_tokens -= len(rows)
+
+    def add_chunk(self, chunk: Chunk) -> None:
+        """Plan a prefill chunk."""
+        self.chunks.append(chunk)
+        self.num_budget_tokens -= chunk.num_tokens
+
+
+class StepScheduler:
+    """Plans the steps of one instance. Called by the thread that owns the instance."""
+
+    def __init__(self, instance: Instance) -> None:
+        self._instance = instance
+        self._batch = instance.batch
+        self._starved_row: int | None = None  # a prefill that found no blocks in the last plan
+        self._ones: Int32Array = np.ones(self._batch.max_rows, np.int32)
+        self._trues: BoolArray = np.ones(self._batch.max_rows, np.bool_)
+
+    def schedule(self, now_s: float, gate: HandoffGate) -> StepPlan | None:
+        """The next step, or None when there is nothing to do now or enough steps are in flight."""
+        instance = self._instance
+        if len(instance.in_flight) >= instance.config.num_steps_in_flight:
+            return None
+        draft = PlanDraft(num_budget_tokens=instance.config.max_num_batched_tokens)
+        num_preemptions = instance.num_preemptions
+        self._feed_starved(gate)
+        self._plan_decodes(draft, gate)
+        self._plan_prefills(draft, gate)
+        if instance.num_preemptions == num_preemptions and self._can_admit():
+            self._admit(draft, now_s, gate)
+        return None if draft.is_empty else self._emit(draft)
+
+    def _can_admit(self) -> bool:
+        """False while older sequences lack blocks or are on their way back into the queue."""
+        return self._starved_row is None and not self._batch.num_draining
+
+    def _feed_starved(self, gate: HandoffGate) -> None:
+        starved, self._starved_row = self._starved_row, None
+        if starved is None or self._batch.phase[starved] != Phase.PREFILL:
+            return
+        youngest = self._batch.youngest_running()
+        if youngest is not None and youngest != starved:
+            self._preempt(youngest, gate)
+
+    def _plan_decodes(self, draft: PlanDraft, gate: HandoffGate) -> None:
+        rows = self._batch.decode_rows()[: draft.num_budget_tokens]
+        if not len(rows):
+            return
+        kv = self._instance.kv
+        num_served = kv.allocate_decode(rows)
+        while num_served < len(rows):
+            victim = self._batch.youngest_running()
+            if victim is None or self._batch.num_running == 1:
+                rows = rows[:num_served]  # what it lacks is held by parked or incoming rows, which will end
+                break
+            self._preempt(victim, gate)
+            rows = rows[rows != victim]
+            if num_served < len(rows):
+                num_served += kv.allocate_decode(rows[num_served:])
+        draft.set_decode_rows(rows)
+
+    def _plan_prefills(self, draft: PlanDraft, gate: HandoffGate) -> None:
+        waiting_rows = self._batch.prefill_rows()
+        table = self._instance.rows
+        while waiting_rows and draft.num_budget_tokens > 0:
+            row = waiting_rows.pop(0)
+            num_missing = int(table.num_tokens[row] - table.num_computed_tokens[row])
+            num_tokens = min(num_missing, draft.num_budget_tokens)
+            while not self._instance.grow(row, num_tokens):
+                if not waiting_rows:
+                    self._starved_row = row
+                    return
+                self._preempt(waiting_rows.pop(), gate)
+            self._add_chunk(draft, row, num_tokens)
+
+    def _admit(self, draft: PlanDraft, now_s: float, gate: HandoffGate) -> None:
+        blocked_lanes: set[str] = set()
+        while draft.num_budget_tokens > 0:
+            sequence = self._instance.queue.peek(blocked_lanes=blocked_lanes)
+            if sequence is None:
+                return
+            hit = self._instance.find_hit(sequence)
+            if not self._instance.has_room_for(sequence, hit):
+                return
+            if sequence.is_ferried and not gate.reserve(sequence):
+                blocked_lanes.add(sequence.lane)
+                continue
+            num_tokens = self._instance.admit(sequence, hit, num_budget_tokens=draft.num_budget_tokens)
+            if num_tokens is None:
+                if sequence.is_ferried:
+                    gate.withdraw(sequence)
+                return
+            assert sequence.row is not None, sequence
+            sequence.ticket.mark_scheduled(now_s, num_cached_tokens=sequence.num_hit_tokens)
+            self._add_chunk(draft, sequence.row, num_tokens)
+
+    def _add_chunk(self, draft: PlanDraft, row: int, num_tokens: int) -> None:
+        table = self._instance.rows
+        sequence = self._batch.sequences[row]
+        assert sequence is not None, row
+        is_last = bool(table.num_computed_tokens[row] + num_tokens == table.num_tokens[row])
+        draft.add_chunk(Chunk(row=row, sequence=sequence, num_tokens=num_tokens, is_last=is_last))
+
+    def _preempt(self, row: int, gate: HandoffGate) -> None:
+        sequence = self._batch.sequences[row]
+        assert sequence is not None, row
+        self._instance.preempt(sequence)
+        if sequence.is_ferried:
+            gate.withdraw(sequence)
+
+    # from draft to plan
+
+    def _emit(self, draft: PlanDraft) -> StepPlan:
+        instance, batch = self._instance, self._batch
+        rows, num_scheduled, sample = self._columns(draft)
+        num_computed = instance.rows.num_computed_tokens[rows]
+        new_rows = instance.take_new_rows()
+        instance.rows.num_computed_tokens[rows] = num_computed + num_scheduled
+        step_id = instance.last_step = instance.last_step + 1
+        batch.last_step[rows] = step_id
+        sample_rows = rows if len(rows) == len(draft.decode_rows) else rows[sample]
+        batch.num_in_flight[sample_rows] += 1
+        num_left = batch.num_left[sample_rows] - 1
+        batch.num_left[sample_rows] = num_left
+        for chunk in draft.chunks:
+            if chunk.is_last:
+                batch.set_phase(chunk.row, Phase.DECODE if batch.num_left[chunk.row] > 0 else Phase.PARKED)
+        num_decode_rows = len(draft.decode_rows)
+        is_done = num_left[:num_decode_rows] <= 0
+        if is_done.any():
+            batch.park(draft.decode_rows[is_done])
+        prefilled = tuple(chunk.sequence for chunk in draft.chunks if chunk.is_last)
+        instance.in_flight.append(StepRecord(step_id=step_id, sample_rows=sample_rows, prefilled=prefilled))
+        return StepPlan(
+            step_id=step_id,
+            freed_rows=instance.take_freed_rows(),
+            new_rows=new_rows,
+            deltas=instance.kv.take_deltas(),
+            rows=rows,
+            num_computed=num_computed,
+            num_scheduled=num_scheduled,
+            sample=sample,
+        )
+
+    def _columns(self, draft: PlanDraft) -> tuple[Int32Array, Int32Array, BoolArray]:
+        """The plan's rows, num_scheduled and sample: decode rows first, then chunks."""
+        num_decode_rows = len(draft.decode_rows)
+        ones, trues = self._ones[:num_decode_rows], self._trues[:num_decode_rows]
+        if not draft.chunks:
+            return draft.decode_rows, ones, trues
+        chunk_rows = np.array([chunk.row for chunk in draft.chunks], np.int32)
+        chunk_tokens = np.array([chunk.num_tokens for chunk in draft.chunks], np.int32)
+        is_last = np.array([chunk.is_last for chunk in draft.chunks], np.bool_)
+        chunk_samples = is_last & (self._batch.num_left[chunk_rows] > 0)
+        return (
+            np.concatenate([draft.decode_rows, chunk_rows]),
+            np.concatenate([ones, chunk_tokens]),
+            np.concatenate([trues, chunk_samples]),
+        )
