@@ -82,7 +82,8 @@ class _Side:
         """Byte offsets of tokens of the transfer, at layer slot 0 and head 0."""
         column, within = np.divmod(tokens + self.first_token, self.layout.block_size)
         bases: Int64Array = self.block_ids[column].astype(np.int64) * self.strides.block
-        return bases + within * self.strides.token
+        bases += within * self.strides.token
+        return bases
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
