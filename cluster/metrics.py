@@ -151,12 +151,12 @@ class _EngineCollector:
     GAUGES = (
         ("num_requests_running", "num_running", "Requests being computed."),
         ("num_requests_waiting", "num_waiting", "Requests waiting to be computed."),
-        ("kv_cache_usage_perc", "kv_cache_usage", "Share of KV blocks in use, 1 is all."),
+        ("kv_cache_usage_perc", "usage", "Share of KV blocks in use, 1 is all."),
     )
     COUNTERS = (
         ("num_preemptions", "num_preemptions", "Preemptions."),
-        ("prefix_cache_queries", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
-        ("prefix_cache_hits", "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+        ("prefix_cache_queries", "num_queried_tokens", "Prompt tokens looked up in the prefix cache."),
+        ("prefix_cache_hits", "num_hit_tokens", "Prompt tokens found in the prefix cache."),
     )
     LABELS = ("model_name", "engine", "role")
 

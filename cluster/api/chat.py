@@ -69,7 +69,7 @@ class ChatCompletion:
                     if delta.index not in introduced:
                         introduced.add(delta.index)
                         yield event({**head, "choices": [self._introduction(delta.index)], **usage.of_chunk()})
-                    choice = self._choice(delta, {"delta": {"content": delta.text} if delta.text else {}})
+                    choice = self._choice(delta, {"delta": _content(delta)})
                     yield event({**head, "choices": [choice], **usage.of_chunk()})
         for last in usage.final_chunks():
             yield event({**head, **last})
@@ -97,3 +97,8 @@ class ChatCompletion:
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
+
+
+def _content(delta: Delta) -> dict[str, Any]:
+    """A delta's text; the end of a choice needs none."""
+    return {"content": delta.text} if delta.text or delta.finish_reason is None else {}

@@ -57,7 +57,7 @@ class EngineClient(Protocol):
         scheduler does not answer. The keys that /health and /metrics read (all optional):
 
         {"instances": [{"instance_id": str, "role": str, "num_running": int, "num_waiting": int,
-                        "kv_cache_usage": float, "num_preemptions": int,
-                        "prefix_cache_queries": int, "prefix_cache_hits": int}],   # both in tokens
+                        "usage": float, "num_preemptions": int,     # usage: share of KV blocks held
+                        "num_queried_tokens": int, "num_hit_tokens": int}],     # of the prefix cache
          "healthy": bool}
         """

@@ -84,7 +84,8 @@ class SequenceText:
             if stop is not None:
                 return self._last(text, FinishReason.STOP, stop, output.stats)
         if output.finish_reason is None:
-            return self._delta(text) if text else None
+            # also without text (half a character, held back): a client may count events or wait for the first
+            return self._delta(text) if output.token_ids else None
         shown, stop = self._show(self._detokenizer.flush())
         if stop is not None:
             return self._last(text + shown, FinishReason.STOP, stop, output.stats)
@@ -102,7 +103,10 @@ class SequenceText:
         return match.text, match.stop
 
     def _delta(self, text: str) -> Delta:
-        tokens, self._held_tokens = self._held_tokens, []
+        """A delta of `text`. Tokens wait until there is text; prompt log probabilities go at once."""
+        tokens: list[OutputToken] = []
+        if text:
+            tokens, self._held_tokens = self._held_tokens, tokens
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, []
         return Delta(
             index=self._index,
@@ -113,7 +117,10 @@ class SequenceText:
         )
 
     def _last(self, text: str, reason: FinishReason, stop: int | str | None, stats: RequestStats | None) -> Delta:
-        return dataclasses.replace(self._delta(text), finish_reason=reason.value, stop_reason=stop, stats=stats)
+        tokens, self._held_tokens = self._held_tokens, []
+        return dataclasses.replace(
+            self._delta(text), tokens=tokens, finish_reason=reason.value, stop_reason=stop, stats=stats
+        )
 
 
 class SequenceRun:

@@ -75,6 +75,7 @@ class ServedModel:
             "root": self.root,
             "parent": None,
             "max_model_len": self.max_model_len,
+            "vocab_size": self.vocab_size,  # what a benchmark needs to make prompts of token ids
         }
 
 

@@ -102,10 +102,10 @@ class TinyEngine:
             "role": "mixed",
             "num_running": len(self.running),
             "num_waiting": 0,
-            "kv_cache_usage": 0.25,
+            "usage": 0.25,
             "num_preemptions": 3,
-            "prefix_cache_queries": 100,
-            "prefix_cache_hits": 40,
+            "num_queried_tokens": 100,
+            "num_hit_tokens": 40,
         }
         return {"healthy": True, "instances": [instance]}
 

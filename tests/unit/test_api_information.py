@@ -131,7 +131,7 @@ def test_the_jinja_file_wins_over_the_tokenizer_config(tmp_path):
 def test_a_corrupt_tokenizer_is_one_clear_error(tmp_path):
     config = _folder(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"version": ')
-    with pytest.raises(ModelLoadError, match="tokenizer in .* cannot be loaded"):
+    with pytest.raises(ModelLoadError, match=r"tokenizer in .* cannot be loaded"):
         ServedModel.load(config)
 
 

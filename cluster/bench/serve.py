@@ -1,0 +1,278 @@
+"""Measures an OpenAI endpoint as its users see it: random prompts, closed or open loop, latencies and rates.
+
+    closed loop   `concurrency` clients, each sends its next request when the last one has ended
+    open loop     requests arrive by a Poisson process of `rate_per_s`, however slow the answers are
+
+Talks HTTP only, so it measures any server alike. Bounded in requests and in time. Definitions are those of
+vLLM's serving benchmark: TTFT from send to first event, TPOT = (E2E - TTFT) / (tokens - 1), ITL between events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from blockferry.cluster.bench.load import Answer, Endpoint, Prompt, ask, find_model
+from blockferry.cluster.bench.report import ParamValue, Plot, Report, Result
+
+FIRST_RANDOM_ID = 256  # below are the special tokens of most vocabularies
+MAX_PROMPTS = 1_000_000
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ServeBenchConfig:
+    """One measurement. Lengths are uniform in length * (1 - range_ratio) .. length * (1 + range_ratio)."""
+
+    base_url: str  # http://host:port or http://host:port/v1
+    model: str = ""  # the first one that is served
+    num_prompts: int = 64
+    num_warmup: int = 2
+    input_len: int = 128
+    output_len: int = 64
+    range_ratio: float = 0.0
+    concurrency: int | None = 8  # at most so many requests at a time; None: no limit (with a rate only)
+    rate_per_s: float | None = None  # None: closed loop
+    seed: int = 0
+    vocab_size: int | None = None  # None: from the server's model card, which only ours tells
+    max_duration_s: float = 600.0
+    api_key: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        _check_range("num_prompts", self.num_prompts, 1, MAX_PROMPTS)
+        _check_range("num_warmup", self.num_warmup, 0, MAX_PROMPTS)
+        _check_range("input_len", self.input_len, 1, MAX_PROMPTS)
+        _check_range("output_len", self.output_len, 1, MAX_PROMPTS)
+        _check_range("range_ratio", self.range_ratio, 0, 0.99)
+        _check_range("max_duration_s", self.max_duration_s, 1, 86400)
+        if self.rate_per_s is not None:
+            _check_range("rate_per_s", self.rate_per_s, 1e-3, 1e6)
+        if self.concurrency is not None:
+            _check_range("concurrency", self.concurrency, 1, 65536)
+        elif self.rate_per_s is None:
+            raise ValueError("concurrency=None has no limit and needs rate_per_s; give one of them")
+
+    @property
+    def url(self) -> str:
+        """Base URL that ends in /v1."""
+        base = self.base_url.rstrip("/")
+        return base if base.endswith("/v1") else base + "/v1"
+
+    @property
+    def params(self) -> dict[str, ParamValue]:
+        """What the results are reported under."""
+        return {
+            "input_len": self.input_len,
+            "output_len": self.output_len,
+            "concurrency": self.concurrency,
+            "rate_per_s": self.rate_per_s,
+            "num_prompts": self.num_prompts,
+        }
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The answers of one measurement and the seconds from its first request to its last answer."""
+
+    config: ServeBenchConfig
+    answers: Sequence[Answer]
+    duration_s: float
+
+    @property
+    def succeeded(self) -> list[Answer]:
+        """Answers that came whole."""
+        return [answer for answer in self.answers if not answer.error]
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Of all answers that came whole."""
+        return sum(answer.num_output_tokens for answer in self.succeeded)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of all answers that came whole."""
+        return sum(answer.num_prompt_tokens for answer in self.succeeded)
+
+
+CeilingRows = Callable[[Measured], Sequence[Result]]
+Sender = Callable[[Prompt], Coroutine[Any, Any, Answer]]
+
+
+async def run_serve_bench(
+    configs: Sequence[ServeBenchConfig],
+    *,
+    console: Console | None = None,
+    ceiling: CeilingRows | None = None,
+) -> Report:
+    """Measure one configuration after the other, with a progress bar on `console` (default stderr).
+
+    `ceiling` may add rows that compare a measurement with what the machine could do at best.
+    Raises ValueError when a server cannot be reached or none of its answers comes whole.
+    """
+    results: list[Result] = []
+    with _progress(console or Console(stderr=True)) as progress:
+        for config in configs:
+            measured = await _measure(config, progress)
+            results.extend(summarise(measured))
+            if ceiling is not None:
+                results.extend(ceiling(measured))
+    return Report(command="bench serve", results=results)
+
+
+async def _measure(config: ServeBenchConfig, progress: Progress) -> Measured:
+    headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+    timeout = aiohttp.ClientTimeout(total=config.max_duration_s)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector) as session:
+        card = await find_model(session, config.url, config.model)
+        endpoint = Endpoint(url=config.url, model=card["id"])
+        prompts = random_prompts(config, config.vocab_size or card.get("vocab_size"))
+        send = functools.partial(ask, session, endpoint)
+        await _warm_up(prompts[: config.num_warmup], send, progress)
+        label = f"{config.concurrency or 'all'} at a time" if config.rate_per_s is None else f"{config.rate_per_s:g}/s"
+        bar = progress.add_task(f"{config.input_len} in, {config.output_len} out, {label}", total=config.num_prompts)
+
+        async def send_and_show(prompt: Prompt) -> Answer:
+            answer = await send(prompt)
+            progress.advance(bar)
+            return answer
+
+        start_s = time.perf_counter()
+        answers = await _run(config, prompts[config.num_warmup :], send_and_show)
+        measured = Measured(config=config, answers=answers, duration_s=time.perf_counter() - start_s)
+    if not measured.succeeded:
+        raise ValueError(f"no request succeeded at {config.url}: {measured.answers[0].error}")
+    return measured
+
+
+async def _warm_up(prompts: Sequence[Prompt], send: Sender, progress: Progress) -> None:
+    """Raises ValueError at the first failure: a server that refuses these refuses all."""
+    bar = progress.add_task("warm-up", total=len(prompts), visible=bool(prompts))
+    for prompt in prompts:
+        answer = await send(prompt)
+        if answer.error:
+            raise ValueError(f"the warm-up request failed: {answer.error}")
+        progress.advance(bar)
+
+
+async def _run(config: ServeBenchConfig, prompts: Sequence[Prompt], send: Sender) -> list[Answer]:
+    """Send every prompt at its time; whatever has not ended after max_duration_s counts as failed."""
+    slots = asyncio.Semaphore(config.concurrency or len(prompts))
+
+    async def send_in_slot(prompt: Prompt) -> Answer:
+        async with slots:
+            return await send(prompt)
+
+    tasks: list[asyncio.Task[Answer]] = []
+    try:
+        async with asyncio.timeout(config.max_duration_s):
+            for prompt, pause_s in zip(prompts, _pauses(config)):
+                if pause_s:
+                    await asyncio.sleep(pause_s)
+                tasks.append(asyncio.create_task(send_in_slot(prompt)))
+            await asyncio.wait(tasks)
+    except TimeoutError:
+        pass
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    late = f"not ended within {config.max_duration_s:g} s"
+    ended = [None if task.cancelled() else task.result() for task in tasks]
+    ended.extend([None] * (len(prompts) - len(tasks)))
+    return [
+        answer or Answer(num_prompt_tokens=len(prompt.token_ids), error=late) for answer, prompt in zip(ended, prompts)
+    ]
+
+
+def _pauses(config: ServeBenchConfig) -> Iterator[float]:
+    """Seconds before each request; none in the closed loop, where slots set the pace."""
+    draw = np.random.default_rng((config.seed, 1))
+    while True:
+        yield 0.0 if config.rate_per_s is None else float(draw.exponential(1 / config.rate_per_s))
+
+
+def random_prompts(config: ServeBenchConfig, vocab_size: int | None) -> list[Prompt]:
+    """Warm-up and measured prompts; no two share a prefix, so a prefix cache helps nobody. Raises ValueError."""
+    if vocab_size is None:
+        raise ValueError("the server does not tell its vocabulary size; give vocab_size or a tokenizer")
+    draw = np.random.default_rng(config.seed)
+    first = min(FIRST_RANDOM_ID, vocab_size // 2)
+
+    def length(mean: int) -> int:
+        low, high = round(mean * (1 - config.range_ratio)), round(mean * (1 + config.range_ratio))
+        return int(draw.integers(max(low, 1), max(high, 1) + 1))
+
+    return [
+        Prompt(
+            token_ids=draw.integers(first, vocab_size, length(config.input_len)).tolist(),
+            num_output_tokens=length(config.output_len),
+        )
+        for _ in range(config.num_warmup + config.num_prompts)
+    ]
+
+
+def summarise(measured: Measured) -> list[Result]:
+    """Rows of one measurement: rates, then mean, median and p99 of each latency."""
+    answers, params = measured.succeeded, measured.config.params
+    tpot_s = [value for answer in answers if (value := answer.tpot_s) is not None]
+    latencies = {
+        "ttft": [answer.ttft_s for answer in answers],
+        "tpot": tpot_s,
+        "itl": [gap_s for answer in answers for gap_s in answer.itl_s],
+        "e2e": [answer.e2e_s for answer in answers],
+    }
+    rates = {
+        "output_throughput": (measured.num_output_tokens / measured.duration_s, "tok/s"),
+        "total_throughput": (
+            (measured.num_output_tokens + measured.num_prompt_tokens) / measured.duration_s,
+            "tok/s",
+        ),
+        "request_throughput": (len(answers) / measured.duration_s, "req/s"),
+        "duration": (measured.duration_s, "s"),
+        "failed_requests": (float(len(measured.answers) - len(answers)), "1"),
+    }
+    rows = [Result(name=name, params=params, unit=unit, runs=[value]) for name, (value, unit) in rates.items()]
+    for name, values_s in latencies.items():
+        if values_s:
+            for statistic, value_s in _statistics(values_s).items():
+                rows.append(
+                    Result(name=name, params={**params, "statistic": statistic}, unit="ms", runs=[value_s * 1e3])
+                )
+    return rows
+
+
+def _statistics(values: Sequence[float]) -> dict[str, float]:
+    array = np.asarray(values)
+    return {
+        "mean": float(array.mean()),
+        "median": float(np.median(array)),
+        "p99": float(np.percentile(array, 99)),
+    }
+
+
+def plot_of(configs: Sequence[ServeBenchConfig], path: Path) -> Plot:
+    """Throughput over what varies between the configurations."""
+    x = "concurrency" if all(config.rate_per_s is None for config in configs) else "rate_per_s"
+    return Plot(path=path, x=x, names=("output_throughput", "total_throughput"), title="Throughput of the server")
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+    )
+
+
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{name}={value} is outside {low} .. {high}; choose a value within")
