@@ -18,6 +18,8 @@ class RowTable:
         token_ids[row]:  | prompt ......... | output ... |   (undefined)   |
                          0      num_prompt_tokens    num_tokens       max_model_len
         num_computed_tokens[row] <= num_tokens[row] (+ tokens in flight, on the scheduler's side)
+
+    Arrays are indexed by row.
     """
 
     def __init__(self, *, max_rows: int, max_model_len: int) -> None:
@@ -38,10 +40,14 @@ class RowTable:
         self.num_prompt_tokens[row] = num_prompt_tokens
         self.num_computed_tokens[row] = 0
 
-    def append(self, rows: Int32Array, token_ids: Int32Array) -> None:
-        """Append one token to each of `rows` (no row twice)."""
-        self.token_ids[rows, self.num_tokens[rows]] = token_ids
-        self.num_tokens[rows] += 1
+    def append(self, rows: Int32Array, token_ids: Int32Array) -> Int32Array:
+        """Append one token to each of `rows` (no row twice); returns their new num_tokens, shape [R]."""
+        num_tokens = self.num_tokens.take(rows)
+        # one flat index costs a third of a pair of index arrays
+        self.token_ids.reshape(-1)[rows * np.int64(self.max_model_len) + num_tokens] = token_ids
+        num_tokens += 1
+        self.num_tokens[rows] = num_tokens
+        return num_tokens
 
     def clear(self, row: int) -> None:
         """Forget a row."""

@@ -23,7 +23,7 @@ def check_instance(instance: Instance) -> None:
     instance.kv.check_integrity()
     samples = np.zeros(instance.batch.max_rows, np.int64)
     for record in instance.in_flight:
-        samples[record.sample_rows] += 1
+        samples[record.sampled.rows] += 1
     for row in range(instance.batch.max_rows):
         _check_row(instance, row, samples)
     _check_order(instance)
@@ -65,10 +65,12 @@ def _check_row(instance: Instance, row: int, samples: Int64Array) -> None:
         return
     _require(sequence.row == row, instance, f"its sequence claims row {sequence.row}", row)
     num_tokens, num_computed = int(table.num_tokens[row]), int(table.num_computed_tokens[row])
-    num_in_flight = int(batch.num_in_flight[row])
+    num_in_flight = instance.num_in_flight(row)
     _require(num_in_flight == samples[row], instance, f"{num_in_flight} samples in flight, not {samples[row]}", row)
-    num_left = int(batch.limit[row]) - num_tokens - num_in_flight
-    _require(num_left == batch.num_left[row], instance, f"{batch.num_left[row]} samples left, not {num_left}", row)
+    num_planned = num_tokens + num_in_flight
+    _require(num_planned <= batch.limit[row], instance, f"{num_planned} tokens planned, limit {batch.limit[row]}", row)
+    if phase is Phase.DECODE:
+        _require(num_planned < batch.limit[row], instance, "a decode row has nothing left to sample", row)
     if phase not in _WITHOUT_BLOCKS:
         num_needed = instance.num_blocks_for(num_computed)
         _require(num_blocks >= num_needed, instance, f"{num_blocks} blocks for {num_computed} computed tokens", row)

@@ -23,6 +23,7 @@ computed counts are RowTable's, blocks are the ledger's; nothing here touches ei
 from __future__ import annotations
 
 import collections
+import dataclasses
 import enum
 
 import numpy as np
@@ -32,7 +33,6 @@ from blockferry.engine.request import BoolArray, Int32Array, Int64Array
 from blockferry.engine.scheduler.sequence import Sequence
 
 NO_STOP = -1  # pads stop_ids; no token has this id
-NO_STEP = -1  # last_step of a row that no plan has named
 
 
 class Phase(enum.IntEnum):
@@ -47,6 +47,36 @@ class Phase(enum.IntEnum):
     ENDED = 6
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowView:
+    """The constants of some rows, gathered once; arrays of one length [R]."""
+
+    rows: Int32Array
+    handles: Int64Array
+    limits: Int32Array
+    min_tokens: Int32Array
+    stop_ids: tuple[Int32Array, ...]  # one array per place in the rows' lists, NO_STOP where a list is shorter
+
+    def keep(self, chosen: BoolArray) -> RowView:
+        """The view of the chosen rows."""
+        return RowView(
+            rows=self.rows[chosen],
+            handles=self.handles[chosen],
+            limits=self.limits[chosen],
+            min_tokens=self.min_tokens[chosen],
+            stop_ids=tuple(stop_ids[chosen] for stop_ids in self.stop_ids),
+        )
+
+    def find_stops(self, token_ids: Int32Array, num_tokens: Int32Array) -> BoolArray:
+        """Which rows' new token is one of their stop ids, with min_tokens reached. All arrays [R]."""
+        is_stop = np.zeros(len(token_ids), np.bool_)
+        for stop_ids in self.stop_ids:
+            is_stop |= stop_ids == token_ids
+        if is_stop.any():
+            is_stop &= num_tokens >= self.min_tokens
+        return is_stop
+
+
 class Batch:
     """Row arrays of one instance. Mutated by that instance's Scheduler only."""
 
@@ -55,21 +85,20 @@ class Batch:
         self.phase: NDArray[np.int8] = np.zeros(max_rows, np.int8)
         self.handle: Int64Array = np.zeros(max_rows, np.int64)
         self.limit: Int32Array = np.zeros(max_rows, np.int32)  # num_tokens at which the row has all it may have
-        self.num_left: Int32Array = np.zeros(max_rows, np.int32)  # samples that may still be planned
-        self.num_in_flight: Int32Array = np.zeros(max_rows, np.int32)  # samples planned, not yet arrived
-        self.last_step: Int64Array = np.full(max_rows, NO_STEP, np.int64)  # last plan that names the row
         self.min_tokens: Int32Array = np.zeros(max_rows, np.int32)  # num_tokens below which stop ids do not count
         self.num_stop_ids: Int32Array = np.zeros(max_rows, np.int32)
         self.stop_ids: NDArray[np.int32] = np.full((0, max_rows), NO_STOP, np.int32)  # [max num_stop_ids, rows]
+        self.num_ended = 0  # rows ended since the start; unchanged means that no row ended
         self.sequences: list[Sequence | None] = [None] * max_rows
         self.freed_rows: list[int] = []  # rows that the workers must forget with the next plan
         self._rank_order: Int64Array = np.zeros(max_rows, np.int64)
         self._rank_arrival: NDArray[np.float64] = np.zeros(max_rows, np.float64)
         self._rank_priority: Int64Array = np.zeros(max_rows, np.int64)
         self._free_rows = list(range(max_rows - 1, -1, -1))
-        self._quarantine: collections.deque[int] = collections.deque()
+        self._quarantine: collections.deque[tuple[int, int]] = collections.deque()  # (last step, row)
         self._prefill_rows: list[int] = []  # by rank
         self._decode_rows: Int32Array = np.empty(0, np.int32)  # by rank
+        self._decode_view: RowView | None = None
         self._num_draining = 0
 
     # rows: taking, ending, reusing
@@ -98,14 +127,10 @@ class Batch:
         assert self._free_rows[-1] == row, (row, self._free_rows[-1:])
         self._free_rows.pop()
         ticket = sequence.ticket
-        num_tokens = len(sequence.token_ids)
         sequence.row = row
         self.sequences[row] = sequence
         self.handle[row] = ticket.handle
         self.limit[row] = sequence.limit
-        self.num_left[row] = sequence.limit - num_tokens
-        self.num_in_flight[row] = 0
-        self.last_step[row] = NO_STEP
         self.min_tokens[row] = ticket.num_prompt_tokens + ticket.sampling.min_tokens
         self._set_stop_ids(row, ticket.sampling.stop_token_ids)
         self._rank_order[row] = ticket.rank.order
@@ -113,23 +138,21 @@ class Batch:
         self._rank_priority[row] = ticket.rank.priority
         self.set_phase(row, phase)
 
-    def end(self, row: int, *, retired_step: int) -> None:
-        """Take the row from its sequence; it is reusable once the last step that names it has retired."""
+    def end(self, row: int, *, last_step: int, retired_step: int) -> None:
+        """Take the row from its sequence; it is reusable once last_step, the last one planned, has retired."""
         sequence = self.sequences[row]
         assert sequence is not None, row
         self.set_phase(row, Phase.ENDED)
         sequence.row = None
         self.sequences[row] = None
-        self._quarantine.append(row)
+        self.num_ended += 1
+        self._quarantine.append((last_step, row))
         self.retire(retired_step)
 
     def retire(self, step_id: int) -> None:
-        """Make rows reusable whose last step is at most step_id."""
-        for _ in range(len(self._quarantine)):
-            row = self._quarantine.popleft()
-            if self.last_step[row] > step_id:
-                self._quarantine.append(row)
-                continue
+        """Make rows reusable that ended when step_id, or an earlier one, was the last one planned."""
+        while self._quarantine and self._quarantine[0][0] <= step_id:
+            _, row = self._quarantine.popleft()
             self.phase[row] = Phase.FREE
             self._free_rows.append(row)
 
@@ -176,16 +199,25 @@ class Batch:
         last_rows = self._prefill_rows[-1:] + [int(row) for row in self._decode_rows[-1:]]
         return max(last_rows, key=self.rank, default=None)
 
-    # endings
+    # constants of rows
 
-    def find_stops(self, rows: Int32Array, token_ids: Int32Array, num_tokens: Int32Array) -> BoolArray:
-        """Which rows' new token is one of their stop ids, with min_tokens reached. All arrays [R]."""
-        is_stop = np.zeros(len(rows), np.bool_)
-        for stop_ids in self.stop_ids[: self.num_stop_ids[rows].max(initial=0)]:
-            is_stop |= stop_ids[rows] == token_ids
-        if is_stop.any():
-            is_stop &= num_tokens >= self.min_tokens[rows]
-        return is_stop
+    def view(self, rows: Int32Array) -> RowView:
+        """What is constant of rows [R] as long as they last; kept while decode_rows() does not change."""
+        if rows is not self._decode_rows:
+            return self._make_view(rows)
+        if self._decode_view is None or self._decode_view.rows is not rows:
+            self._decode_view = self._make_view(rows)
+        return self._decode_view
+
+    def _make_view(self, rows: Int32Array) -> RowView:
+        num_stop_ids = self.num_stop_ids.take(rows).max(initial=0)
+        return RowView(
+            rows=rows,
+            handles=self.handle.take(rows),
+            limits=self.limit.take(rows),
+            min_tokens=self.min_tokens.take(rows),
+            stop_ids=tuple(stop_ids.take(rows) for stop_ids in self.stop_ids[:num_stop_ids]),
+        )
 
     def _set_stop_ids(self, row: int, stop_token_ids: tuple[int, ...]) -> None:
         num_missing = len(stop_token_ids) - len(self.stop_ids)

@@ -17,9 +17,11 @@ from blockferry.engine.kv.manager import AllocateOptions, KVCacheManager
 from blockferry.engine.request import Int32Array
 from blockferry.engine.rows import RowTable
 from blockferry.engine.scheduler.admission import WaitingQueue
-from blockferry.engine.scheduler.batch import Batch, Phase
+from blockferry.engine.scheduler.batch import Batch, Phase, RowView
 from blockferry.engine.scheduler.sequence import Sequence
 from blockferry.engine.wire import NewRow
+
+_NO_ROWS: Int32Array = np.empty(0, np.int32)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +29,8 @@ class StepRecord:
     """A step in flight: what its result will mean."""
 
     step_id: int
-    sample_rows: Int32Array  # rows that get a token, in the plan's order
+    sampled: RowView  # rows that get a token, in the plan's order
+    num_ended: int  # Batch.num_ended when it was planned
     prefilled: tuple[Sequence, ...]  # sequences whose last known token this step computes
 
 
@@ -132,7 +135,7 @@ class Instance:
         self.num_preemptions += 1
         self.kv.free(row)
         self._forget_on_workers(row)
-        if self.batch.num_in_flight[row]:
+        if self.num_in_flight(row):
             self.batch.set_phase(row, Phase.DRAINING)
         else:
             self.requeue(sequence)
@@ -166,6 +169,11 @@ class Instance:
         """Blocks of the first group that num_tokens take."""
         return self.kv.config.groups[0].spec.num_blocks_for(num_tokens)
 
+    def num_in_flight(self, row: int) -> int:
+        """Samples of the row that are planned and have not arrived."""
+        num_planned = min(int(self.rows.num_computed_tokens[row]) + 1, int(self.batch.limit[row]))
+        return max(0, num_planned - int(self.rows.num_tokens[row]))
+
     def num_outstanding_blocks(self) -> int:
         """Blocks that prefills in progress will still take for the tokens they have."""
         num_blocks = 0
@@ -189,11 +197,15 @@ class Instance:
 
     def take_freed_rows(self) -> Int32Array:
         """Rows that workers must forget, since the last take."""
+        if not self.batch.freed_rows:
+            return _NO_ROWS
         freed, self.batch.freed_rows = self.batch.freed_rows, []
         return np.array(sorted(set(freed)), np.int32)
 
     def take_new_rows(self) -> tuple[NewRow, ...]:
         """Rows that workers have not heard of, with every token known."""
+        if not self._unannounced:
+            return ()
         unannounced, self._unannounced = self._unannounced, []
         return tuple(self._new_row(row) for row in unannounced)
 
@@ -228,7 +240,6 @@ class Instance:
         assert row is not None, sequence
         assert self.batch.phase[row] == Phase.INCOMING, (row, self.batch.phase[row])
         self.rows.append(np.array([row], np.int32), np.array([first_token_id], np.int32))
-        self.batch.num_left[row] -= 1
         self._unannounced.append(row)
         return row
 
@@ -239,7 +250,7 @@ class Instance:
 
     def _release_row(self, row: int) -> None:
         self.rows.clear(row)
-        self.batch.end(row, retired_step=self.retired_step)
+        self.batch.end(row, last_step=self.last_step, retired_step=self.retired_step)
 
     def _new_row(self, row: int) -> NewRow:
         sequence = self.batch.sequences[row]

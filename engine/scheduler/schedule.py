@@ -18,10 +18,12 @@ from typing import Protocol
 import numpy as np
 
 from blockferry.engine.request import BoolArray, Int32Array
-from blockferry.engine.scheduler.batch import Phase
+from blockferry.engine.scheduler.batch import Phase, RowView
 from blockferry.engine.scheduler.instance import Instance, StepRecord
 from blockferry.engine.scheduler.sequence import Sequence
 from blockferry.engine.wire import StepPlan
+
+_NO_ROWS: Int32Array = np.empty(0, np.int32)
 
 
 class HandoffGate(Protocol):
@@ -49,7 +51,7 @@ class PlanDraft:
 
     def __init__(self, *, num_budget_tokens: int) -> None:
         self.num_budget_tokens = num_budget_tokens
-        self.decode_rows: Int32Array = np.empty(0, np.int32)
+        self.decode_rows: Int32Array = _NO_ROWS
         self.chunks: list[Chunk] = []
 
     @property
@@ -105,9 +107,11 @@ class StepScheduler:
             self._preempt(youngest, gate)
 
     def _plan_decodes(self, draft: PlanDraft, gate: HandoffGate) -> None:
-        rows = self._batch.decode_rows()[: draft.num_budget_tokens]
+        rows = self._batch.decode_rows()
         if not len(rows):
             return
+        if len(rows) > draft.num_budget_tokens:
+            rows = rows[: draft.num_budget_tokens]
         kv = self._instance.kv
         num_served = kv.allocate_decode(rows)
         while num_served < len(rows):
@@ -173,26 +177,18 @@ class StepScheduler:
     # from draft to plan
 
     def _emit(self, draft: PlanDraft) -> StepPlan:
-        instance, batch = self._instance, self._batch
+        instance = self._instance
         rows, num_scheduled, sample = self._columns(draft)
-        num_computed = instance.rows.num_computed_tokens[rows]
+        num_computed = instance.rows.num_computed_tokens.take(rows)
         new_rows = instance.take_new_rows()
         instance.rows.num_computed_tokens[rows] = num_computed + num_scheduled
+        sampled = self._batch.view(rows[sample] if draft.chunks else rows)
         step_id = instance.last_step = instance.last_step + 1
-        batch.last_step[rows] = step_id
-        sample_rows = rows if len(rows) == len(draft.decode_rows) else rows[sample]
-        batch.num_in_flight[sample_rows] += 1
-        num_left = batch.num_left[sample_rows] - 1
-        batch.num_left[sample_rows] = num_left
-        for chunk in draft.chunks:
-            if chunk.is_last:
-                batch.set_phase(chunk.row, Phase.DECODE if batch.num_left[chunk.row] > 0 else Phase.PARKED)
-        num_decode_rows = len(draft.decode_rows)
-        is_done = num_left[:num_decode_rows] <= 0
-        if is_done.any():
-            batch.park(draft.decode_rows[is_done])
         prefilled = tuple(chunk.sequence for chunk in draft.chunks if chunk.is_last)
-        instance.in_flight.append(StepRecord(step_id=step_id, sample_rows=sample_rows, prefilled=prefilled))
+        instance.in_flight.append(
+            StepRecord(step_id=step_id, sampled=sampled, num_ended=self._batch.num_ended, prefilled=prefilled)
+        )
+        self._advance(draft, num_computed, sampled)
         return StepPlan(
             step_id=step_id,
             freed_rows=instance.take_freed_rows(),
@@ -204,6 +200,18 @@ class StepScheduler:
             sample=sample,
         )
 
+    def _advance(self, draft: PlanDraft, num_computed: Int32Array, sampled: RowView) -> None:
+        """Move rows whose last sample is planned to PARKED, other prefills that are complete to DECODE."""
+        num_decode_rows = len(draft.decode_rows)
+        # a decode row has num_computed + 1 tokens, known or in flight, and this step adds one
+        is_done = num_computed[:num_decode_rows] + 2 >= sampled.limits[:num_decode_rows]
+        if is_done.any():
+            self._batch.park(draft.decode_rows[is_done])
+        for chunk in draft.chunks:
+            if chunk.is_last:
+                is_left = self._instance.rows.num_tokens[chunk.row] + 1 < self._batch.limit[chunk.row]
+                self._batch.set_phase(chunk.row, Phase.DECODE if is_left else Phase.PARKED)
+
     def _columns(self, draft: PlanDraft) -> tuple[Int32Array, Int32Array, BoolArray]:
         """The plan's rows, num_scheduled and sample: decode rows first, then chunks."""
         num_decode_rows = len(draft.decode_rows)
@@ -213,7 +221,7 @@ class StepScheduler:
         chunk_rows = np.array([chunk.row for chunk in draft.chunks], np.int32)
         chunk_tokens = np.array([chunk.num_tokens for chunk in draft.chunks], np.int32)
         is_last = np.array([chunk.is_last for chunk in draft.chunks], np.bool_)
-        chunk_samples = is_last & (self._batch.num_left[chunk_rows] > 0)
+        chunk_samples = is_last & (self._instance.rows.num_tokens[chunk_rows] < self._batch.limit[chunk_rows])
         return (
             np.concatenate([draft.decode_rows, chunk_rows]),
             np.concatenate([ones, chunk_tokens]),

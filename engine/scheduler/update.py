@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
-
 from blockferry.engine.request import FinishReason, Int32Array, Int64Array
-from blockferry.engine.scheduler.batch import Phase
+from blockferry.engine.scheduler.batch import Phase, RowView
 from blockferry.engine.scheduler.instance import Instance, StepRecord
 from blockferry.engine.scheduler.sequence import Sequence
 from blockferry.engine.wire import RowLogprobs, StepResult
@@ -45,22 +43,27 @@ class StepUpdate:
 def apply_result(instance: Instance, result: StepResult, now_s: float) -> StepUpdate:
     """Apply the result of the oldest step in flight. Raises ValueError for any other step or a wrong length."""
     record = _take_record(instance, result)
-    batch = instance.batch
-    rows, token_ids = record.sample_rows, result.token_ids
-    batch.num_in_flight[rows] -= 1
-    logprobs = _logprobs_by_handle(instance, result.logprobs)
-    phase = batch.phase[rows]
-    is_live = phase != Phase.ENDED
-    if not is_live.all():
-        rows, token_ids, phase = rows[is_live], token_ids[is_live], phase[is_live]
-    instance.rows.append(rows, token_ids)
-    instance.kv.cache_filled(rows[phase != Phase.DRAINING] if batch.num_draining else rows)
-    handles = batch.handle[rows]
+    logprobs = _logprobs_by_handle(instance, result.logprobs) if result.logprobs else ()
+    view, token_ids = record.sampled, result.token_ids
+    if instance.batch.num_ended != record.num_ended:
+        is_live = instance.batch.phase.take(view.rows) != Phase.ENDED
+        view, token_ids = view.keep(is_live), token_ids[is_live]
+    num_tokens = instance.rows.append(view.rows, token_ids)
+    instance.kv.cache_filled(_rows_with_blocks(instance, view.rows))
     for sequence in record.prefilled:
         sequence.ticket.mark_prefilled(now_s)
-    ended, prompt_ready = _find_ends(instance, record, rows, token_ids)
+    ended, prompt_ready = _find_ends(instance, view, token_ids, num_tokens)
+    ended += _end_unsampled(record)
+    for end in ended:
+        instance.drop(end.sequence)
     _settle(instance, record.step_id)
-    return StepUpdate(handles=handles, token_ids=token_ids, logprobs=logprobs, ended=ended, prompt_ready=prompt_ready)
+    return StepUpdate(
+        handles=view.handles,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        ended=ended,
+        prompt_ready=prompt_ready,
+    )
 
 
 def _take_record(instance: Instance, result: StepResult) -> StepRecord:
@@ -71,10 +74,10 @@ def _take_record(instance: Instance, result: StepResult) -> StepRecord:
             "oldest in flight; commit results in the order of their plans"
         )
     record = instance.in_flight[0]
-    if len(result.token_ids) != len(record.sample_rows):
+    if len(result.token_ids) != len(record.sampled.rows):
         raise ValueError(
-            f"step {result.step_id} of instance {instance.instance_id} samples {len(record.sample_rows)} rows, but its "
-            f"result has {len(result.token_ids)} tokens; return one token per sampling row of the plan"
+            f"step {result.step_id} of instance {instance.instance_id} samples {len(record.sampled.rows)} rows, but "
+            f"its result has {len(result.token_ids)} tokens; return one token per sampling row of the plan"
         )
     return instance.in_flight.popleft()
 
@@ -92,18 +95,25 @@ def _logprobs_by_handle(instance: Instance, logprobs: tuple[RowLogprobs, ...]) -
     return tuple(addressed)
 
 
+def _rows_with_blocks(instance: Instance, rows: Int32Array) -> Int32Array:
+    """Those of rows that were not preempted since they were planned."""
+    if not instance.batch.num_draining:
+        return rows
+    with_blocks: Int32Array = rows[instance.batch.phase.take(rows) != Phase.DRAINING]
+    return with_blocks
+
+
 def _find_ends(
-    instance: Instance, record: StepRecord, rows: Int32Array, token_ids: Int32Array
+    instance: Instance, view: RowView, token_ids: Int32Array, num_tokens: Int32Array
 ) -> tuple[tuple[Ended, ...], tuple[Sequence, ...]]:
-    batch = instance.batch
-    num_tokens = instance.rows.num_tokens[rows]
-    is_stop = batch.find_stops(rows, token_ids, num_tokens)
-    is_end = is_stop | (num_tokens >= batch.limit[rows])
+    is_stop = view.find_stops(token_ids, num_tokens)
+    is_end = num_tokens >= view.limits
+    is_end |= is_stop
     ended: list[Ended] = []
     prompt_ready: list[Sequence] = []
-    for index in np.flatnonzero(is_end):
-        sequence = batch.sequences[rows[index]]
-        assert sequence is not None, rows[index]
+    for index in is_end.nonzero()[0].tolist():
+        sequence = instance.batch.sequences[view.rows[index]]
+        assert sequence is not None, view.rows[index]
         if is_stop[index]:
             stop_token_id = int(token_ids[index])
             ended.append(Ended(sequence=sequence, reason=FinishReason.STOP, stop_token_id=stop_token_id))
@@ -111,19 +121,16 @@ def _find_ends(
             prompt_ready.append(sequence)
         else:
             ended.append(Ended(sequence=sequence, reason=FinishReason.LENGTH, stop_token_id=None))
-    ended += [
-        Ended(sequence=sequence, reason=FinishReason.LENGTH, stop_token_id=None)
-        for sequence in record.prefilled
-        if _ends_unsampled(sequence)
-    ]
-    for end in ended:
-        instance.drop(end.sequence)
     return tuple(ended), tuple(prompt_ready)
 
 
-def _ends_unsampled(sequence: Sequence) -> bool:
-    """True for a request of max_tokens 0 whose prompt is computed."""
-    return sequence.row is not None and sequence.limit == sequence.ticket.num_prompt_tokens
+def _end_unsampled(record: StepRecord) -> tuple[Ended, ...]:
+    """Requests of max_tokens 0 whose prompt is computed."""
+    return tuple(
+        Ended(sequence=sequence, reason=FinishReason.LENGTH, stop_token_id=None)
+        for sequence in record.prefilled
+        if sequence.row is not None and sequence.limit == sequence.ticket.num_prompt_tokens
+    )
 
 
 def _settle(instance: Instance, step_id: int) -> None:
@@ -132,6 +139,6 @@ def _settle(instance: Instance, step_id: int) -> None:
     if instance.batch.num_draining:
         for row in instance.batch.rows_in(Phase.DRAINING):
             sequence = instance.batch.sequences[row]
-            if sequence is not None and not instance.batch.num_in_flight[row]:
+            if sequence is not None and not instance.num_in_flight(row):
                 instance.requeue(sequence)
     instance.batch.retire(step_id)
