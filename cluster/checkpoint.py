@@ -9,13 +9,17 @@ import difflib
 import socket
 from pathlib import Path
 
-from blockferry.cluster.fetch import KNOWN_MODELS, Progress, fetch, is_fetched, model_dir
+from blockferry.cluster.fetch import KNOWN_MODELS, Progress, fetch, is_fetched
 from blockferry.engine.config import DType
 from blockferry.engine.errors import ConfigError, ModelLoadError
 from blockferry.engine.models.config import DecoderConfig, read_config, read_json
 
 HUB_HOST = "huggingface.co"
 HUB_TIMEOUT_S = 3.0
+
+
+class ModelNotFetchedError(ConfigError):
+    """A model that resolve_model would have to fetch first."""
 
 
 def is_folder_name(name: str) -> bool:
@@ -53,13 +57,15 @@ def resolve_model(path: str, name: str, *, base: Path, progress: Progress = lamb
     )
 
 
-def find_model(path: str, name: str, *, base: Path) -> Path | None:
-    """As resolve_model, but fetches nothing: None when the model would have to be fetched first."""
-    if name in KNOWN_MODELS and not Path(name).is_dir():
-        return model_dir(name) if is_fetched(name) else None
-    if is_folder_name(name):
-        return local_folder(path, name, base)
-    return None if name.count("/") == 1 else resolve_model(path, name, base=base)
+def find_model(path: str, name: str, *, base: Path, progress: Progress = lambda _phase: None) -> Path:
+    """As resolve_model, but fetches nothing. Raises ModelNotFetchedError where resolve_model would have to."""
+    is_known = name in KNOWN_MODELS and not Path(name).is_dir()
+    if is_known and not is_fetched(name):
+        raise ModelNotFetchedError(path, f"{name!r} is not in the cache yet; run `blockferry fetch-model {name}`")
+    is_on_hub = not is_known and not is_folder_name(name) and name.count("/") == 1
+    if is_on_hub:
+        raise ModelNotFetchedError(path, f"{name!r} is a name on {HUB_HOST}, which is asked when the deployment starts")
+    return resolve_model(path, name, base=base, progress=progress)
 
 
 def local_folder(path: str, name: str, base: Path) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Protocol
 
 from blockferry.cluster.checkpoint import local_folder, read_checkpoint, resolve_model, stored_dtype
 from blockferry.cluster.fetch import Progress
@@ -41,8 +42,17 @@ class Deployment:
     decoder: DecoderConfig
 
 
-def load_deployment(file: Path, *, progress: Progress = lambda _phase: None) -> Deployment:
-    """Read a deployment file; fetches its model when it is a known one that is not in the cache yet.
+class Resolver(Protocol):
+    """How a model's name becomes a folder: resolve_model or find_model."""
+
+    def __call__(self, path: str, name: str, *, base: Path, progress: Progress) -> Path:
+        """Raises ConfigError."""
+
+
+def load_deployment(
+    file: Path, *, resolve: Resolver = resolve_model, progress: Progress = lambda _phase: None
+) -> Deployment:
+    """Read a deployment file; `resolve` may fetch its model.
 
     Raises:
         ConfigError: unknown key, wrong type, impossible combination, missing model.
@@ -62,7 +72,7 @@ def load_deployment(file: Path, *, progress: Progress = lambda _phase: None) -> 
     wanted = _ModelWishes.read(model_section)
     root.finish()
     _check_instances(instances, device)
-    folder = wanted.find(file.parent, progress)
+    folder = wanted.find(resolve, file.parent, progress)
     decoder = read_checkpoint(wanted.key, folder)
     model = _model(folder, wanted, decoder)
     config = DeploymentConfig(name=name, model=model, instances=instances, connector=connector, api=api, device=device)
@@ -111,11 +121,11 @@ class _ModelWishes:
         section.finish()
         return wishes
 
-    def find(self, base: Path, progress: Progress) -> Path:
+    def find(self, resolve: Resolver, base: Path, progress: Progress) -> Path:
         """The model's folder; a path is a folder, a name may have to be fetched."""
         if self.key.endswith("path"):
             return local_folder(self.key, self.name, base)
-        return resolve_model(self.key, self.name, base=base, progress=progress)
+        return resolve(self.key, self.name, base=base, progress=progress)
 
 
 def _model(folder: Path, wanted: _ModelWishes, decoder: DecoderConfig) -> ModelConfig:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
-from blockferry.engine.scheduler.central import CentralScheduler
 
 from blockferry.cluster import messages
 from blockferry.cluster.client_table import ClientTable
@@ -27,6 +26,7 @@ from blockferry.cluster.wakeup import Mailbox
 from blockferry.engine import wire
 from blockferry.engine.config import Role
 from blockferry.engine.errors import LedgerCorrupted, QueueFull, RequestRejected
+from blockferry.engine.scheduler.central import CentralScheduler
 from blockferry.engine.scheduler.outputs import StepOutput
 
 logger = logging.getLogger(__name__)
@@ -129,13 +129,14 @@ class SchedulerLoop:
         """Whether every rank has connected. Any thread."""
         return self._health.is_complete
 
-    def run(self) -> None:
-        """Serve until stop(), then tell everybody. Raises what broke the scheduler, after telling clients."""
+    def run(self) -> str:
+        """Serve until stop(), then tell everybody; returns the reason. Raises what broke it, after telling clients."""
         reason = "the scheduler failed"
         try:
             while self._stop_reason is None:
                 self._pass()
             reason = self._stop_reason
+            return reason
         except Exception as error:
             reason = f"the scheduler failed: {type(error).__name__}: {error}"
             raise
@@ -324,6 +325,9 @@ class SchedulerLoop:
         for instance_id, command in self._central.take_transfers():
             member = self._members[instance_id]
             self._to_ranks(member, messages.Channel.CONTROL, messages.encode(Tag.TRANSFER, command))
+        for instance_id, transfer_id in self._central.take_cancels():
+            member = self._members[instance_id]
+            self._to_ranks(member, messages.Channel.CONTROL, messages.encode(Tag.CANCEL, transfer_id))
 
     def _to_ranks(self, member: Member, channel: messages.Channel, frames: Frames) -> None:
         for rank in range(member.num_ranks):
@@ -352,6 +356,10 @@ class SchedulerLoop:
             member = self._members[instance_id]
             entry.update({"role": member.role.value, "num_ranks": member.num_ranks})
             entry.update(self._health.status(instance_id, now_s=now_s))
+            # the names that /metrics reads
+            entry["kv_cache_usage"] = entry["usage"]
+            entry["prefix_cache_queries"] = entry["num_queried_tokens"]
+            entry["prefix_cache_hits"] = entry["num_hit_tokens"]
         status["healthy"] = self._health.is_complete and not self._health.reason
         status["reason"] = self._health.reason
         status["uptime_s"] = round(now_s - self._started_s, 3)

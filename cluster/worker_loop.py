@@ -60,13 +60,12 @@ class WorkerLoop:
         *,
         instance_id: str,
         rank: int,
-        endpoint: str,
         executor: StepExecutor,
         timing: WorkerTiming = WorkerTiming(),
     ) -> None:
         self._instance_id = instance_id
         self._rank = rank
-        self._endpoint = endpoint
+        self._endpoint = ""
         self._executor = executor
         self._timing = timing
         self._stopped = threading.Event()
@@ -82,8 +81,9 @@ class WorkerLoop:
         """End both threads soon. Any thread."""
         self._stopped.set()
 
-    def run(self, ferry: Ferry | None) -> None:
-        """Execute plans until stopped; returns when both threads have ended."""
+    def run(self, endpoint: str, ferry: Ferry | None) -> None:
+        """Execute the plans of the scheduler at `endpoint` until stopped; returns when both threads have ended."""
+        self._endpoint = endpoint
         control = threading.Thread(target=self._run_control, args=(ferry,), name="control", daemon=True)
         control.start()
         try:

@@ -1,0 +1,264 @@
+"""The only Ray actors: thin shells that put a scheduler, a worker rank or the HTTP server into a process.
+
+Ray places them, names them and sees them die; steps and requests travel over ZeroMQ between them. Every actor
+has a blocking run() whose end is the actor's end, so that whoever holds its reference sees it die.
+
+    name of an actor = DEPLOYMENT:scheduler | DEPLOYMENT:api | DEPLOYMENT:INSTANCE:RANK     namespace = blockferry
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+import uvicorn
+
+from blockferry.cluster.api.app import create_app
+from blockferry.cluster.api.served_model import ServedModel
+from blockferry.cluster.engine_client import ZmqEngineClient
+from blockferry.cluster.placement import interface_of
+from blockferry.cluster.scheduler_host import SchedulerSettings, build_loop
+from blockferry.cluster.scheduler_loop import Endpoints, SchedulerLoop
+from blockferry.engine.config import ApiConfig, ModelConfig
+
+logger = logging.getLogger(__name__)
+
+WATCH_S = 0.5  # how often the scheduler asks Ray whether a worker has died
+
+
+def scheduler_name(deployment: str) -> str:
+    """Actor name of a deployment's scheduler."""
+    return f"{deployment}:scheduler"
+
+
+def api_name(deployment: str) -> str:
+    """Actor name of a deployment's HTTP server."""
+    return f"{deployment}:api"
+
+
+def worker_name(deployment: str, instance_id: str, rank: int) -> str:
+    """Actor name of one rank."""
+    return f"{deployment}:{instance_id}:{rank}"
+
+
+def worker_environment(num_threads: int) -> dict[str, str]:
+    """Environment of a worker process: thread counts act when libraries load, before any of our code runs."""
+    threads = str(num_threads)
+    counts = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
+    return dict.fromkeys(counts, threads) | {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where an actor runs."""
+
+    node_id: str
+    address: str
+    pid: int
+
+
+def _address() -> str:
+    util: Any = ray.util  # untyped
+    return str(util.get_node_ip_address())
+
+
+def _place() -> Place:
+    context = ray.get_runtime_context()
+    return Place(node_id=context.get_node_id(), address=_address(), pid=os.getpid())
+
+
+def reachable(endpoints: Endpoints, *, node_id: str) -> str:
+    """The endpoint to use from this process: the local one on the scheduler's own node."""
+    is_same_node = ray.get_runtime_context().get_node_id() == node_id
+    return endpoints.local if is_same_node or not endpoints.remote else endpoints.remote
+
+
+class WorkerActor:
+    """One rank of an instance."""
+
+    def __init__(self, settings: Any) -> None:  # WorkerSettings, whose module imports torch
+        # torch must see the environment of this process only
+        from blockferry.cluster.worker_host import WorkerHost
+
+        _log_to_stderr()
+        self._host = WorkerHost(settings)
+
+    def place(self) -> Place:
+        """Where this rank runs."""
+        return _place()
+
+    def rendezvous(self) -> str:
+        """An address on which this rank can gather its instance's ranks."""
+        address = _address()
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            return f"tcp://{address}:{probe.getsockname()[1]}"
+
+    def load(self, init_method: str) -> int:
+        """Load weights; returns the bytes of one block."""
+        interface = interface_of(_address())
+        if interface:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        return self._host.load(init_method=init_method)
+
+    def create_pool(self, num_blocks: int) -> bytes:
+        """Make the pool; returns its endpoint for peers."""
+        return self._host.create_pool(num_blocks)
+
+    def connect(self, peers: Sequence[bytes]) -> None:
+        """Connect to the pools of peer instances."""
+        self._host.connect(peers)
+
+    def run(self, endpoints: Endpoints, scheduler_node_id: str) -> str:
+        """Serve until the scheduler says stop; returns the reason."""
+        return self._host.run(reachable(endpoints, node_id=scheduler_node_id))
+
+    def shutdown(self) -> None:
+        """Stop and release everything."""
+        self._host.stop()
+        self._host.close()
+
+
+class SchedulerActor:
+    """The deployment's one scheduler, and the watch over its workers."""
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        _log_to_stderr()
+        self._settings = settings
+        address = _address()
+        self._loop: SchedulerLoop = build_loop(settings, bind_host=address if settings.has_remote_ranks else "")
+        self._watching = threading.Event()
+
+    def place(self) -> Place:
+        """Where the scheduler runs."""
+        return _place()
+
+    def client_endpoints(self) -> Endpoints:
+        """Where clients connect."""
+        return self._loop.client_endpoints
+
+    def run(self, workers: dict[str, list[Any]]) -> str:
+        """Start every worker's run(), schedule until stopped; returns the reason.
+
+        Args:
+            workers: actor handles by instance_id, in rank order.
+        """
+        node_id = ray.get_runtime_context().get_node_id()
+        runs = {
+            worker.run.remote(self._loop.worker_endpoints, node_id): (instance_id, rank)
+            for instance_id, ranks in workers.items()
+            for rank, worker in enumerate(ranks)
+        }
+        watch = threading.Thread(target=self._watch, args=(runs,), name="watch", daemon=True)
+        watch.start()
+        try:
+            return self._loop.run()
+        finally:
+            self._watching.set()
+            watch.join(timeout=5.0)
+
+    def _watch(self, runs: dict[Any, tuple[str, int]]) -> None:
+        """Report every worker whose run() ends while the loop goes on."""
+        pending = list(runs)
+        while pending and not self._watching.is_set():
+            done, pending = ray.wait(pending, timeout=WATCH_S)
+            for reference in done:
+                instance_id, rank = runs[reference]
+                self._loop.report_failure(instance_id, f"rank {rank}: {_end_of(reference)}")
+
+    def is_complete(self) -> bool:
+        """Whether every rank has connected."""
+        return self._loop.is_complete
+
+    def status(self) -> dict[str, Any]:
+        """The last snapshot, at most a second old."""
+        return self._settings.summary() | self._loop.snapshot
+
+    def shutdown(self, reason: str) -> None:
+        """End run() soon."""
+        self._loop.stop(reason)
+
+
+def _end_of(reference: Any) -> str:
+    try:
+        reason = ray.get(reference)
+    except ray.exceptions.RayActorError as error:
+        return f"its process has died ({_first_line(error)})"
+    except ray.exceptions.RayTaskError as error:
+        return f"it failed: {_first_line(error.cause or error)}"
+    return f"it stopped: {reason or 'no reason given'}"
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+class ApiActor:
+    """The HTTP server. Binds its port when it is made, so that a busy one is reported before models load."""
+
+    def __init__(self, model: ModelConfig, api: ApiConfig) -> None:
+        _log_to_stderr()
+        self._model = model
+        self._api = api
+        self._socket = bind(api.host, api.port)
+        self._server: uvicorn.Server | None = None
+        self._is_ready = threading.Event()
+
+    def url(self) -> str:
+        """Base URL of the server."""
+        host, port = self._socket.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def run(self, endpoints: Endpoints, scheduler_node_id: str) -> None:
+        """Serve until shutdown()."""
+        asyncio.run(self._serve(reachable(endpoints, node_id=scheduler_node_id)))
+
+    async def _serve(self, endpoint: str) -> None:
+        served = ServedModel.load(self._model, chat_template=self._api.chat_template)
+        client = ZmqEngineClient(endpoint)
+        await client.connect()
+        try:
+            config = uvicorn.Config(
+                create_app(client, served), log_level="warning", access_log=False, timeout_graceful_shutdown=2
+            )
+            self._server = uvicorn.Server(config)
+            self._is_ready.set()
+            # Ray's worker owns this process's signals
+            await self._server._serve([self._socket])
+        finally:
+            client.close()
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Whether the server answers within timeout_s."""
+        return self._is_ready.wait(timeout_s)
+
+    def shutdown(self) -> None:
+        """End run() soon."""
+        if self._server is not None:
+            self._server.should_exit = True
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises OSError with one clear line when the port is taken or the host is not ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; set api.host and api.port") from None
+    return listener
+
+
+def _log_to_stderr() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -1,0 +1,282 @@
+"""What would not work on this machine, and why, found before anything starts. Starts nothing and fetches nothing.
+
+Each check is a function from facts to findings. An error would stop `serve`; a warning would not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+from blockferry.cluster import run_record
+from blockferry.cluster.checkpoint import ModelNotFetchedError, find_model
+from blockferry.cluster.deployment import Deployment, is_disaggregated, load_deployment
+from blockferry.engine.config import CacheConfig, DeploymentConfig, Device, InstanceConfig
+from blockferry.engine.errors import BlockferryError, ConfigError
+from blockferry.engine.models.config import DecoderConfig
+from blockferry.engine.models.sharding import split_heads, split_layers
+
+MIB = 2**20
+PROCESS_BYTES = 400 * MIB  # of a worker with torch, without weights and pool
+_MAX_HEADER_BYTES = 100 * MIB
+
+
+class Level(enum.StrEnum):
+    """How bad a finding is."""
+
+    OK = "ok"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that was looked at."""
+
+    level: Level
+    subject: str
+    message: str
+
+    @property
+    def is_error(self) -> bool:
+        """Whether `serve` would fail."""
+        return self.level is Level.ERROR
+
+    def to_json(self) -> dict[str, str]:
+        """Plain values."""
+        return {"level": self.level.value, "subject": self.subject, "message": self.message}
+
+
+def check_deployment(file: Path, *, address: str | None) -> list[Finding]:
+    """Everything that can be known now about a deployment file on this machine, or on the cluster at `address`."""
+    try:
+        deployment = load_deployment(file, resolve=find_model)
+    except ModelNotFetchedError as error:
+        return [_warning("model", f"{error}; the other checks need it")]
+    except ConfigError as error:
+        return [_error("config", str(error))]
+    config = deployment.config
+    findings = [_ok("config", f"{file} describes {len(config.instances)} instance kind(s) of {config.model.name}")]
+    for checks in (
+        _check_name(config),
+        _check_packages(config),
+        _check_port(config),
+        check_weights(config.model.path),
+        _check_lengths(deployment),
+        _check_cluster(config, address) if address is not None else _check_machine(deployment),
+    ):
+        findings += checks
+    return findings
+
+
+def _check_name(config: DeploymentConfig) -> Iterator[Finding]:
+    record = run_record.find_record(config.name)
+    if record is not None:
+        yield _error("name", f"{config.name!r} already runs here (process {record.pid}); stop it or change `name`")
+
+
+def _check_packages(config: DeploymentConfig) -> Iterator[Finding]:
+    needed = ["ray", "torch", "zmq", "tokenizers", "safetensors"]
+    needed += ["ucxx"] if is_disaggregated(config) else []
+    needed += ["triton"] if config.device is Device.CUDA else []
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        yield _error("packages", f"{', '.join(missing)} cannot be imported; install blockferry with its dependencies")
+    else:
+        yield _ok("packages", f"ray {importlib.metadata.version('ray')}, torch {importlib.metadata.version('torch')}")
+    if config.device is Device.CUDA and not missing:
+        import torch  # slow, and only GPUs need it here
+
+        if not torch.cuda.is_available():
+            yield _warning("device", "this machine has no usable CUDA GPU; the workers must run on others")
+
+
+def _check_port(config: DeploymentConfig) -> Iterator[Finding]:
+    host, port = config.api.host, config.api.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            yield _error("api.port", f"cannot listen on {host}:{port}: {error.strerror}; set another host or port")
+        else:
+            yield _ok("api.port", f"{host}:{port} is free")
+
+
+def check_weights(folder: Path) -> Iterator[Finding]:
+    """Whether a model folder's files are there and whole, from sizes and headers alone."""
+    files = sorted(folder.glob("*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            named = set(json.loads(index.read_text())["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            yield _error("model", f"{index} cannot be read: {error}")
+            return
+        for name in sorted(named - {file.name for file in files}):
+            yield _error("model", f"{folder / name} is missing, which {index.name} names")
+    if not files:
+        yield _error("model", f"{folder} holds no *.safetensors; convert or download the weights")
+    damage = [(file, _damage(file)) for file in files]
+    for file, reason in damage:
+        if reason:
+            yield _error("model", f"{file} is damaged: {reason}; fetch it again")
+    if files and not any(reason for _, reason in damage):
+        yield _ok("model", f"{len(files)} safetensors file(s), {sum(f.stat().st_size for f in files) / MIB:.0f} MiB")
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        yield _error("model", f"{folder} holds no tokenizer (tokenizer.json)")
+
+
+def _damage(file: Path) -> str:
+    """Why a safetensors file cannot be whole; empty when its header and size agree."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        if len(prefix) < 8:
+            return f"{size} bytes are too few for a header"
+        (header_bytes,) = struct.unpack("<Q", prefix)
+        if header_bytes > min(size - 8, _MAX_HEADER_BYTES):
+            return f"its header claims {header_bytes} bytes of {size}"
+        try:
+            header = json.loads(stream.read(header_bytes))
+            end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+            return "its header is not readable JSON"
+    expected = 8 + header_bytes + end
+    return "" if size == expected else f"it has {size} bytes, its header says {expected}"
+
+
+def _check_lengths(deployment: Deployment) -> Iterator[Finding]:
+    """Pools that cannot hold one sequence of full length, or not even two blocks."""
+    config = deployment.config
+    for index, instance in enumerate(config.instances):
+        where = f"instances[{index}].cache"
+        num_blocks = pool_blocks(deployment, instance)
+        num_tokens = max(0, num_blocks - 1) * instance.cache.block_size
+        if num_blocks < 2:
+            yield _error(where, f"memory of {instance.cache.memory_bytes} bytes holds {num_blocks} block(s); give more")
+        elif num_tokens < config.model.max_model_len:
+            yield _warning(
+                where,
+                f"{num_blocks} blocks hold {num_tokens} tokens, less than max_model_len={config.model.max_model_len}; "
+                "longer requests will be rejected",
+            )
+        else:
+            yield _ok(where, f"{num_blocks} blocks of {instance.cache.block_size} tokens hold {num_tokens} tokens")
+
+
+def _check_machine(deployment: Deployment) -> Iterator[Finding]:
+    """Memory, cores and shared memory of a deployment that all runs here."""
+    config = deployment.config
+    pools = weights = 0
+    num_threads = 0
+    stored = sum(file.stat().st_size for file in config.model.path.glob("*.safetensors"))
+    for instance in config.instances:
+        num_ranks = instance.tensor_parallel * instance.pipeline_parallel
+        pools += instance.replicas * sum(
+            pool_blocks(deployment, instance) * one for one in rank_page_bytes(deployment, instance)
+        )
+        weights += instance.replicas * (stored + num_ranks * PROCESS_BYTES)
+        num_threads += instance.replicas * num_ranks * instance.num_threads
+    yield from _check_threads(num_threads)
+    if config.device is Device.CUDA:
+        return
+    available = _available_bytes()
+    needed = pools + weights
+    words = f"pools {pools / MIB:.0f} MiB + weights and processes {weights / MIB:.0f} MiB"
+    if needed > available:
+        yield _error("memory", f"{words} exceed the {available / MIB:.0f} MiB available; lower cache.memory")
+    else:
+        yield _ok("memory", f"{words} of {available / MIB:.0f} MiB available")
+    if is_disaggregated(config):
+        shared = shutil.disk_usage("/dev/shm").free
+        if pools > shared:
+            yield _error(
+                "/dev/shm",
+                f"pools take {pools / MIB:.0f} MiB of shared memory, {shared / MIB:.0f} MiB are free; "
+                "lower cache.memory, or enlarge it (docker run --shm-size)",
+            )
+        else:
+            yield _ok("/dev/shm", f"pools take {pools / MIB:.0f} of {shared / MIB:.0f} MiB")
+
+
+def _check_threads(num_threads: int) -> Iterator[Finding]:
+    cores = len(os.sched_getaffinity(0))
+    if num_threads > cores:
+        yield _warning("cpu", f"workers use {num_threads} threads on {cores} core(s) and will take turns")
+    else:
+        yield _ok("cpu", f"workers use {num_threads} of {cores} core(s)")
+
+
+def _check_cluster(config: DeploymentConfig, address: str) -> Iterator[Finding]:
+    from blockferry.cluster import placement, ray_session  # Ray is slow to import, and only clusters need it
+
+    try:
+        session = ray_session.connect(address)
+    except BlockferryError as error:
+        yield _error("ray", str(error))
+        return
+    try:
+        nodes = placement.cluster_nodes()
+        shortage = placement.find_shortage(placement.name_instances(config), nodes)
+    finally:
+        session.close()
+    yield _error("ray", shortage) if shortage else _ok("ray", f"{len(nodes)} node(s) have the resources")
+
+
+def rank_page_bytes(deployment: Deployment, instance: InstanceConfig) -> list[int]:
+    """Bytes of one block on every rank of an instance."""
+    decoder, cache = deployment.decoder, instance.cache
+    token_bytes = 2 * decoder.head_dim * deployment.config.model.dtype.num_bytes
+    return [
+        num_layers * num_heads * cache.block_size * token_bytes
+        for num_layers in _layers_per_stage(decoder, instance)
+        for num_heads in _heads_per_rank(decoder, instance)
+    ]
+
+
+def pool_blocks(deployment: Deployment, instance: InstanceConfig) -> int:
+    """Blocks that an instance will have, which its fullest rank decides."""
+    cache: CacheConfig = instance.cache
+    if cache.num_blocks is not None:
+        return cache.num_blocks
+    return min(cache.memory_bytes // one for one in rank_page_bytes(deployment, instance))
+
+
+def _layers_per_stage(decoder: DecoderConfig, instance: InstanceConfig) -> list[int]:
+    num_stages = instance.pipeline_parallel
+    return [len(split_layers(decoder.num_layers, stage, num_stages)) for stage in range(num_stages)]
+
+
+def _heads_per_rank(decoder: DecoderConfig, instance: InstanceConfig) -> list[int]:
+    sizes = {"num_heads": decoder.num_heads, "num_kv_heads": decoder.num_kv_heads, "tp_size": instance.tensor_parallel}
+    return [len(split_heads(**sizes, tp_rank=rank).kv) for rank in range(instance.tensor_parallel)]
+
+
+def _available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _ok(subject: str, message: str) -> Finding:
+    return Finding(level=Level.OK, subject=subject, message=message)
+
+
+def _warning(subject: str, message: str) -> Finding:
+    return Finding(level=Level.WARNING, subject=subject, message=message)
+
+
+def _error(subject: str, message: str) -> Finding:
+    return Finding(level=Level.ERROR, subject=subject, message=message)

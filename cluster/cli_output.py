@@ -1,0 +1,154 @@
+"""What the commands show a person: progress while they wait, answers, tables. The only module that prints.
+
+Progress and errors go to stderr, results to stdout, so that a --json document stands alone there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from blockferry.cluster.launch_progress import Progress, Report
+
+if TYPE_CHECKING:
+    from blockferry.cluster.check import Finding
+    from blockferry.cluster.generate import Answer
+
+
+def print_error(message: str) -> None:
+    """One line on stderr."""
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)  # noqa: T201
+
+
+def print_json(document: Any) -> None:
+    """One JSON document on stdout."""
+    print(json.dumps(document, indent=2, ensure_ascii=False))  # noqa: T201
+
+
+def print_line(text: str) -> None:
+    """A line on stdout, as it is."""
+    print(text, flush=True)  # noqa: T201
+
+
+def note(text: str) -> None:
+    """A line on stderr."""
+    print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Report]:
+    """A progress bar on stderr; on something that is no terminal, one line per phase."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _line_per_phase()
+        return
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Bar(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=1)
+
+        def show(progress: Progress) -> None:
+            bar.update(task, description=progress.phase, completed=progress.done, total=progress.total)
+
+        yield show
+
+
+def _line_per_phase() -> Report:
+    shown: list[str] = []
+
+    def show(progress: Progress) -> None:
+        if progress.phase not in shown:
+            shown.append(progress.phase)
+            note(f"{progress.phase} ...")
+
+    return show
+
+
+def print_answers(answers: Sequence[Answer]) -> None:
+    """Every answer's text, then a table of what each cost."""
+    for answer in answers:
+        print_line(f"> {answer.prompt}")
+        print_line(answer.error if answer.error else answer.text)
+        print_line("")
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("prompt", "output", "cached", "blocks ferried", "bytes ferried", "transfer", "bandwidth", "TTFT"):
+        table.add_column(heading, justify="right")
+    table.add_column("decode", justify="right")
+    for answer in answers:
+        stats = answer.stats
+        is_ferried = stats.transfer_blocks > 0
+        table.add_row(
+            f"{stats.num_prompt_tokens} tok",
+            f"{stats.num_output_tokens} tok",
+            f"{stats.num_cached_tokens} tok",
+            str(stats.transfer_blocks),
+            size_words(stats.transfer_bytes),
+            f"{stats.transfer_s * 1e3:.2f} ms" if is_ferried else "-",
+            f"{size_words(answer.transfer_bytes_per_s)}/s" if is_ferried else "-",
+            f"{answer.ttft_s * 1e3:.0f} ms",
+            f"{answer.decode_tokens_per_s:.1f} tok/s",
+        )
+    Console().print(table)
+
+
+def print_status(deployments: Sequence[Mapping[str, Any]]) -> None:
+    """A table of every deployment's instances."""
+    console = Console()
+    if not deployments:
+        console.print("no deployment is running here; start one with `blockferry serve CONFIG.yaml`")
+    for one in deployments:
+        health = "healthy" if one["healthy"] else f"NOT healthy: {one['reason'] or 'starting'}"
+        console.print(f"{one['deployment']}: {one['model']}, {health}, up {one['uptime_s']:.0f} s", highlight=False)
+        console.print(
+            f"  {one['url'] or 'no HTTP server'}; {one['num_unfinished']} unfinished requests; "
+            f"connector {one['connector'] or 'none'}; hand-offs "
+            + ", ".join(f"{count} {state}" for state, count in one["handoffs"].items()),
+            highlight=False,
+            soft_wrap=True,
+        )
+        table = Table(box=None, padding=(0, 2, 0, 2))
+        for heading in ("instance", "role", "state", "ranks", "running", "waiting", "free blocks", "of", "preempted"):
+            table.add_column(heading)
+        for instance in one["instances"]:
+            table.add_row(
+                instance["instance_id"],
+                instance["role"],
+                instance["state"],
+                *(
+                    str(instance[key])
+                    for key in ("num_ranks", "num_running", "num_waiting", "num_free_blocks", "num_blocks")
+                ),
+                str(instance["num_preemptions"]),
+            )
+        console.print(table)
+
+
+def print_findings(findings: Sequence[Finding]) -> None:
+    """One line per finding, then the verdict."""
+    for finding in findings:
+        print_line(f"{finding.level.value:7} {finding.subject}: {finding.message}")
+    num_errors = sum(finding.is_error for finding in findings)
+    print_line(f"{num_errors} error(s): this would not start" if num_errors else "this deployment can start here")
+
+
+def size_words(num_bytes: float) -> str:
+    """Bytes as a person reads them: 12.5 MiB."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    index = 0
+    while num_bytes >= 1024 and index < len(units) - 1:
+        num_bytes /= 1024
+        index += 1
+    return f"{num_bytes:.0f} {units[index]}" if index == 0 else f"{num_bytes:.2f} {units[index]}"

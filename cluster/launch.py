@@ -1,0 +1,366 @@
+"""Brings a deployment up on a Ray session and takes it down again, whole, also when it fails half-way.
+
+Owns the actors and reservations it makes. Steps and requests do not pass here.
+
+    reserve -> api port -> workers load -> pools -> connect -> scheduler -> workers join -> serve
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from blockferry.cluster import actors, placement
+from blockferry.cluster.actors import Place
+from blockferry.cluster.deployment import Deployment, is_disaggregated
+from blockferry.cluster.launch_progress import Progress, Report
+from blockferry.cluster.placement import PlacedInstance
+from blockferry.cluster.ray_session import NAMESPACE
+from blockferry.cluster.scheduler_host import InstanceSettings, SchedulerSettings, ledger_config
+from blockferry.cluster.worker_host import WorkerSettings
+from blockferry.connectors.base import TransferMode
+from blockferry.engine.config import DeploymentConfig, Role
+from blockferry.engine.errors import BlockferryError, ConfigError
+from blockferry.engine.worker.spec import WorkerSpec
+
+logger = logging.getLogger(__name__)
+
+LOAD_TIMEOUT_S = 1800.0  # weights of a large model over a network disk
+STEP_TIMEOUT_S = 120.0  # every other phase
+STOP_TIMEOUT_S = 5.0
+POLL_S = 0.2
+
+
+class LaunchError(BlockferryError):
+    """A deployment did not come up; the message names the actor and the phase."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Running:
+    """A deployment that is up, or on its way. Owned by the thread that called launch()."""
+
+    config: DeploymentConfig
+    instances: list[PlacedInstance]
+    groups: Mapping[str, PlacementGroup] = dataclasses.field(default_factory=dict)
+    workers: dict[str, list[Any]] = dataclasses.field(default_factory=dict)  # actor handles in rank order
+    scheduler: Any = None
+    api: Any = None
+    url: str = ""
+    client_endpoint: str = ""
+    runs: dict[str, Any] = dataclasses.field(default_factory=dict)  # run() references by actor name
+
+    def find_failure(self, timeout_s: float) -> str:
+        """Wait up to timeout_s; the reason when scheduler or API have ended, else empty."""
+        if not self.runs:
+            return ""
+        done, _ = ray.wait(list(self.runs.values()), timeout=timeout_s)
+        for name, reference in self.runs.items():
+            if reference in done:
+                return f"{name} has ended: {_end_of(reference)}"
+        return ""
+
+    def close(self, reason: str) -> None:
+        """Stop every actor and give the reservations back. Idempotent."""
+        with contextlib.suppress(ray.exceptions.RayError):
+            if self.api is not None:
+                self.api.shutdown.remote()
+            if self.scheduler is not None:
+                # tells clients and workers, so that requests end with the reason and the workers' run() returns
+                ray.wait([self.scheduler.shutdown.remote(reason)], timeout=STOP_TIMEOUT_S)
+            if self.runs:
+                ray.wait(list(self.runs.values()), num_returns=len(self.runs), timeout=STOP_TIMEOUT_S)
+            ranks = [rank for ranks in self.workers.values() for rank in ranks]
+            if ranks:
+                shutdowns = [rank.shutdown.remote() for rank in ranks]
+                ray.wait(shutdowns, num_returns=len(shutdowns), timeout=STOP_TIMEOUT_S)
+        for actor in [self.api, self.scheduler, *(rank for ranks in self.workers.values() for rank in ranks)]:
+            if actor is not None:
+                with contextlib.suppress(ray.exceptions.RayError, ValueError):
+                    ray.kill(actor)
+        self.api = self.scheduler = None
+        self.workers, self.runs = {}, {}
+        with contextlib.suppress(ray.exceptions.RayError):
+            placement.release(self.groups)
+        self.groups = {}
+
+
+def launch(deployment: Deployment, report: Report, *, with_api: bool) -> Running:
+    """Start every actor of a deployment on the connected Ray cluster.
+
+    Args:
+        deployment: what to start.
+        report: told of every phase as ranks finish it.
+        with_api: whether an HTTP server is part of it (`generate` needs none).
+
+    Raises:
+        PlacementError: the cluster lacks resources.
+        LaunchError: an actor failed or took too long. Nothing is left running either way.
+    """
+    config = deployment.config
+    running = Running(config=config, instances=placement.name_instances(config))
+    try:
+        report(Progress(phase="reserving places", done=0, total=1))
+        running.groups = placement.reserve(running.instances, name=config.name)
+        if with_api:
+            _start_api(running)
+        places = _start_workers(running, report)
+        num_blocks = _load(running, report)
+        _make_pools(running, num_blocks, report)
+        _start_scheduler(running, deployment, num_blocks, places, report)
+        if with_api:
+            _serve_api(running, report)
+    except BaseException:
+        running.close("the launch failed")
+        raise
+    return running
+
+
+def _start_api(running: Running) -> None:
+    config = running.config
+    actor = ray.remote(actors.ApiActor)
+    running.api = actor.options(
+        name=actors.api_name(config.name),
+        namespace=NAMESPACE,
+        num_cpus=config.api.num_cpus,
+        max_concurrency=4,
+        scheduling_strategy=_this_node(),
+        runtime_env={"env_vars": actors.worker_environment(1)},
+    ).remote(config.model, config.api)
+    running.url = _gather([running.api.url.remote()], "opening the port", _silent, names=["api"])[0]
+
+
+def _start_workers(running: Running, report: Report) -> list[Place]:
+    config = running.config
+    actor = ray.remote(actors.WorkerActor)
+    for instance in running.instances:
+        ranks = running.workers[instance.instance_id] = []
+        for rank in range(instance.num_ranks):
+            pp_rank, tp_rank = divmod(rank, instance.config.tensor_parallel)
+            settings = _worker_settings(config, instance, tp_rank=tp_rank, pp_rank=pp_rank)
+            ranks.append(
+                actor.options(
+                    name=actors.worker_name(config.name, instance.instance_id, rank),
+                    namespace=NAMESPACE,
+                    num_cpus=instance.config.num_cpus,
+                    num_gpus=instance.config.num_gpus,
+                    resources=instance.config.resources or None,
+                    max_concurrency=4,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(
+                        placement_group=running.groups[instance.instance_id], placement_group_bundle_index=pp_rank
+                    ),
+                    runtime_env={"env_vars": actors.worker_environment(instance.config.num_threads)},
+                ).remote(settings)
+            )
+    calls = [rank.place.remote() for rank in _ranks(running)]
+    return _gather(calls, "starting workers", report, names=_rank_names(running.instances))
+
+
+def _worker_settings(
+    config: DeploymentConfig, instance: PlacedInstance, *, tp_rank: int, pp_rank: int
+) -> WorkerSettings:
+    shape = instance.config
+    spec = WorkerSpec(
+        model_path=config.model.path,
+        dtype=config.model.dtype,
+        max_model_len=config.model.max_model_len,
+        max_rows=shape.scheduler.max_num_seqs,
+        max_num_batched_tokens=shape.scheduler.max_num_batched_tokens,
+        block_size=shape.cache.block_size,
+        layout=shape.cache.layout,
+        device=config.device,
+        num_threads=shape.num_threads,
+        tp_rank=tp_rank,
+        tp_size=shape.tensor_parallel,
+        pp_rank=pp_rank,
+        pp_size=shape.pipeline_parallel,
+    )
+    return WorkerSettings(
+        instance_id=instance.instance_id,
+        spec=spec,
+        connector=config.connector if is_disaggregated(config) else None,
+    )
+
+
+def _load(running: Running, report: Report) -> dict[str, int]:
+    """Load all weights; returns the blocks of each instance, which its smallest rank decides."""
+    gathering = {
+        instance.instance_id: running.workers[instance.instance_id][0].rendezvous.remote()
+        for instance in running.instances
+        if instance.num_ranks > 1
+    }
+    methods = _gather(list(gathering.values()), "finding rendezvous", _silent, names=list(gathering))
+    method_of = dict(zip(gathering, methods, strict=True))
+    calls = [
+        rank.load.remote(method_of.get(instance.instance_id, ""))
+        for instance in running.instances
+        for rank in running.workers[instance.instance_id]
+    ]
+    page_bytes = _gather(
+        calls, "loading weights", report, names=_rank_names(running.instances), timeout_s=LOAD_TIMEOUT_S
+    )
+    num_blocks = {}
+    for instance in running.instances:
+        pages, page_bytes = page_bytes[: instance.num_ranks], page_bytes[instance.num_ranks :]
+        num_blocks[instance.instance_id] = count_blocks(instance, pages)
+    return num_blocks
+
+
+def count_blocks(instance: PlacedInstance, page_bytes: Sequence[int]) -> int:
+    """Blocks of an instance whose ranks hold blocks of page_bytes each. Raises ConfigError for a pool too small."""
+    cache = instance.config.cache
+    if cache.num_blocks is not None:
+        return cache.num_blocks
+    num_blocks = min(cache.memory_bytes // one for one in page_bytes)
+    if num_blocks < 2:
+        raise ConfigError(
+            f"instances[{instance.index}].cache.memory",
+            f"{cache.memory_bytes} bytes hold {num_blocks} block(s) of {max(page_bytes)} bytes; "
+            f"give at least {2 * max(page_bytes)}",
+        )
+    return num_blocks
+
+
+def _make_pools(running: Running, num_blocks: Mapping[str, int], report: Report) -> None:
+    calls = [
+        rank.create_pool.remote(num_blocks[instance.instance_id])
+        for instance in running.instances
+        for rank in running.workers[instance.instance_id]
+    ]
+    endpoints = _gather(calls, "making pools", report, names=_rank_names(running.instances))
+    if not is_disaggregated(running.config):
+        return
+    executing = Role.PREFILL if running.config.connector.mode == TransferMode.PUSH else Role.DECODE
+    peers: list[bytes] = []
+    for instance in running.instances:
+        own, endpoints = endpoints[: instance.num_ranks], endpoints[instance.num_ranks :]
+        if instance.config.role is not executing:
+            peers += own
+    # only the side that moves the bytes needs a connection; the other one answers on it
+    movers = [one for one in running.instances if one.config.role is executing]
+    connects = [rank.connect.remote(peers) for one in movers for rank in running.workers[one.instance_id]]
+    _gather(connects, "connecting pools", report, names=_rank_names(movers))
+
+
+def _start_scheduler(
+    running: Running, deployment: Deployment, num_blocks: Mapping[str, int], places: Sequence[Place], report: Report
+) -> None:
+    config = running.config
+    here = ray.get_runtime_context().get_node_id()
+    settings = SchedulerSettings(
+        deployment=config.name,
+        model=config.model.served_name,
+        max_model_len=config.model.max_model_len,
+        instances=tuple(
+            InstanceSettings(
+                instance_id=instance.instance_id,
+                role=instance.config.role,
+                num_ranks=instance.num_ranks,
+                kv=ledger_config(
+                    deployment.decoder,
+                    instance.config.cache,
+                    num_blocks=num_blocks[instance.instance_id],
+                    dtype_bytes=config.model.dtype.num_bytes,
+                ),
+                cache=instance.config.cache,
+                scheduler=instance.config.scheduler,
+            )
+            for instance in running.instances
+        ),
+        connector=config.connector if is_disaggregated(config) else None,
+        has_remote_ranks=any(place.node_id != here for place in places),
+    )
+    actor = ray.remote(actors.SchedulerActor)
+    running.scheduler = actor.options(
+        name=actors.scheduler_name(config.name),
+        namespace=NAMESPACE,
+        num_cpus=0,
+        max_concurrency=8,
+        scheduling_strategy=_this_node(),
+        runtime_env={"env_vars": actors.worker_environment(1)},
+    ).remote(settings)
+    calls = [running.scheduler.client_endpoints.remote()]
+    running.client_endpoint = _gather(calls, "starting the scheduler", report, names=["scheduler"])[0].local
+    running.runs["scheduler"] = running.scheduler.run.remote(running.workers)
+    deadline_s = time.monotonic() + STEP_TIMEOUT_S
+    while not ray.get(running.scheduler.is_complete.remote(), timeout=STEP_TIMEOUT_S):
+        failure = running.find_failure(POLL_S)
+        if failure or time.monotonic() > deadline_s:
+            raise LaunchError(failure or f"workers did not join the scheduler within {STEP_TIMEOUT_S:g} s")
+
+
+def _serve_api(running: Running, report: Report) -> None:
+    endpoints = ray.get(running.scheduler.client_endpoints.remote(), timeout=STEP_TIMEOUT_S)
+    here = ray.get_runtime_context().get_node_id()
+    running.runs["api"] = running.api.run.remote(endpoints, here)
+    ready = running.api.wait_ready.remote(STEP_TIMEOUT_S)
+    report(Progress(phase="starting the HTTP server", done=0, total=1))
+    done, _ = ray.wait([ready, running.runs["api"]], timeout=STEP_TIMEOUT_S)
+    if ready not in done:
+        raise LaunchError(running.find_failure(0.0) or f"the HTTP server was not ready within {STEP_TIMEOUT_S:g} s")
+
+
+def _gather(
+    calls: Sequence[Any], phase: str, report: Report, *, names: Sequence[str], timeout_s: float = STEP_TIMEOUT_S
+) -> list[Any]:
+    """Results of actor calls in order; LaunchError names the first actor that failed."""
+    deadline_s = time.monotonic() + timeout_s
+    pending = list(calls)
+    total = len(calls)
+    report(Progress(phase=phase, done=0, total=total))
+    while pending:
+        done, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_S)
+        for reference in done:
+            failure = _failure_of(reference)
+            if failure:
+                raise LaunchError(f"{names[calls.index(reference)]}, {phase}: {failure}")
+        if done:
+            report(Progress(phase=phase, done=total - len(pending), total=total))
+        if pending and time.monotonic() > deadline_s:
+            raise LaunchError(f"{names[calls.index(pending[0])]}, {phase}: not done within {timeout_s:g} s")
+    results: list[Any] = ray.get(list(calls))
+    return results
+
+
+def _failure_of(reference: Any) -> str:
+    try:
+        ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        return _first_line(error.cause or error)
+    except ray.exceptions.RayError as error:
+        return f"its process has died: {_first_line(error)}"
+    return ""
+
+
+def _end_of(reference: Any) -> str:
+    return _failure_of(reference) or str(ray.get(reference) or "it was told to stop")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def _ranks(running: Running) -> list[Any]:
+    return [rank for instance in running.instances for rank in running.workers[instance.instance_id]]
+
+
+def _rank_names(instances: Sequence[PlacedInstance]) -> list[str]:
+    return [
+        f"worker {instance.instance_id} rank {rank}" for instance in instances for rank in range(instance.num_ranks)
+    ]
+
+
+def _this_node() -> NodeAffinitySchedulingStrategy:
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
+def _silent(_progress: Progress) -> None:
+    """For phases too short to show."""

@@ -1,0 +1,71 @@
+"""Notes of running deployments, so that another shell on this machine finds them: one JSON file each.
+
+Owns the folder `run` in the cache folder. A note outlives a killed process; readers drop the stale ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+from blockferry.engine.config import cache_dir
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """How to reach one running deployment."""
+
+    name: str
+    config_file: str
+    model_path: str
+    ray_address: str
+    client_endpoint: str
+    url: str  # "" without an HTTP server
+    pid: int  # of the process that brought it up
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether that process still runs."""
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass  # alive, and somebody else's
+        return True
+
+
+def _folder() -> Path:
+    return cache_dir() / "run"
+
+
+def write_record(record: RunRecord) -> Path:
+    """Leave a note; whoever writes it removes it."""
+    _folder().mkdir(parents=True, exist_ok=True)
+    path = _folder() / f"{record.name}.json"
+    draft = path.with_suffix(f".{os.getpid()}")
+    draft.write_text(json.dumps(dataclasses.asdict(record), indent=2))
+    draft.replace(path)
+    return path
+
+
+def read_records() -> list[RunRecord]:
+    """Notes of deployments whose process lives; removes the others."""
+    found = []
+    for path in sorted(_folder().glob("*.json")):
+        try:
+            record = RunRecord(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError):
+            record = None
+        if record is not None and record.is_alive:
+            found.append(record)
+        else:
+            path.unlink(missing_ok=True)
+    return found
+
+
+def find_record(name: str) -> RunRecord | None:
+    """The note of one running deployment."""
+    return next((record for record in read_records() if record.name == name), None)

@@ -1,0 +1,105 @@
+"""The scheduler assembled: ledgers, instances, connector bookkeeping and the loop that drives them.
+
+Runs in any process, with or without Ray; imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from blockferry.cluster.scheduler_loop import LoopTiming, Member, SchedulerLoop
+from blockferry.connectors.base import TransferMode
+from blockferry.connectors.pd_scheduler import PdScheduler
+from blockferry.engine.config import CacheConfig, ConnectorConfig, Role, SchedulerConfig
+from blockferry.engine.kv.manager import KVCacheManager
+from blockferry.engine.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from blockferry.engine.models.config import DecoderConfig
+from blockferry.engine.rows import RowTable
+from blockferry.engine.scheduler.central import CentralScheduler
+from blockferry.engine.scheduler.instance import Instance
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceSettings:
+    """One instance as its scheduler must know it."""
+
+    instance_id: str
+    role: Role
+    num_ranks: int
+    kv: KVCacheConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSettings:
+    """Everything a deployment's scheduler is told before it starts."""
+
+    deployment: str
+    model: str
+    max_model_len: int
+    instances: tuple[InstanceSettings, ...]
+    connector: ConnectorConfig | None  # None: nothing is ferried
+    has_remote_ranks: bool  # some worker is on another node: listen on TCP too
+    timing: LoopTiming = dataclasses.field(default_factory=LoopTiming)
+
+    def summary(self) -> dict[str, Any]:
+        """What `status` shows of these settings."""
+        return {
+            "deployment": self.deployment,
+            "model": self.model,
+            "max_model_len": self.max_model_len,
+            "connector": None if self.connector is None else f"{self.connector.transport} {self.connector.mode}",
+        }
+
+
+def ledger_config(decoder: DecoderConfig, cache: CacheConfig, *, num_blocks: int, dtype_bytes: int) -> KVCacheConfig:
+    """The ledger's view of an instance's pools: one group of all layers, whatever ranks hold which."""
+    spec = FullAttentionSpec(
+        block_size=cache.block_size,
+        num_kv_heads=decoder.num_kv_heads,
+        head_dim=decoder.head_dim,
+        dtype_bytes=dtype_bytes,
+    )
+    group = KVCacheGroup(layer_ids=tuple(range(decoder.num_layers)), spec=spec)
+    return KVCacheConfig(num_blocks=num_blocks, groups=(group,), hash_block_size=cache.block_size)
+
+
+def build_loop(settings: SchedulerSettings, *, bind_host: str) -> SchedulerLoop:
+    """The whole scheduler of a deployment, with its sockets bound and not running yet."""
+    connector = None
+    lease = settings.connector or ConnectorConfig()
+    if settings.connector is not None:
+        connector = PdScheduler(
+            mode=TransferMode(settings.connector.mode), transfer_timeout_s=settings.connector.transfer_timeout_s
+        )
+    central = CentralScheduler(
+        [_instance(one, settings.max_model_len) for one in settings.instances],
+        connector=connector,
+        lease_s=lease.lease_s,
+        transfer_timeout_s=lease.transfer_timeout_s,
+        load_failure_policy=lease.load_failure_policy,
+    )
+    members = [
+        Member(instance_id=one.instance_id, role=one.role, num_ranks=one.num_ranks) for one in settings.instances
+    ]
+    return SchedulerLoop(central, members, bind_host=bind_host, timing=settings.timing)
+
+
+def _instance(settings: InstanceSettings, max_model_len: int) -> Instance:
+    rows = RowTable(max_rows=settings.scheduler.max_num_seqs, max_model_len=max_model_len)
+    kv = KVCacheManager(
+        settings.kv,
+        rows,
+        enable_caching=settings.cache.enable_prefix_caching,
+        watermark=settings.cache.watermark,
+    )
+    return Instance(
+        settings.instance_id,
+        settings.role,
+        config=settings.scheduler,
+        kv=kv,
+        rows=rows,
+        num_ranks=settings.num_ranks,
+    )

@@ -1,0 +1,90 @@
+"""A deployment from start to end as one context: Ray, launch, the note for other shells, and taking it all down.
+
+Used by the commands that need a deployment; leaves no process, no file and no reservation behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from blockferry.cluster import launch, ray_session, run_record
+from blockferry.cluster.deployment import Deployment
+from blockferry.cluster.interrupt import ignored_signals, raise_on_signals
+from blockferry.cluster.launch import Running
+from blockferry.cluster.launch_progress import Progress, Report
+from blockferry.cluster.placement import name_instances, total_resources
+from blockferry.cluster.ray_session import RaySession
+from blockferry.cluster.run_record import RunRecord
+from blockferry.engine.errors import BlockferryError
+
+
+class AlreadyRunningError(BlockferryError):
+    """A deployment of this name runs on this machine already."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What to bring up."""
+
+    deployment: Deployment
+    file: Path
+    address: str | None  # of a running Ray cluster; None: start a local one
+    with_api: bool
+
+
+@contextlib.contextmanager
+def deployed(wish: Wish, report: Report) -> Iterator[Running]:
+    """A running deployment; everything is stopped at the end, also after a signal.
+
+    Raises AlreadyRunningError, RaySessionError, PlacementError, LaunchError.
+    """
+    config = wish.deployment.config
+    existing = run_record.find_record(config.name)
+    if existing is not None:
+        raise AlreadyRunningError(
+            f"deployment {config.name!r} already runs here (process {existing.pid}{_at(existing.url)}); "
+            "stop that one, or change `name`"
+        )
+    raise_on_signals()
+    session: RaySession | None = None
+    running: Running | None = None
+    record: Path | None = None
+    try:
+        report(Progress(phase="starting Ray" if wish.address is None else "connecting to Ray", done=0, total=1))
+        session = _open_session(wish)
+        raise_on_signals()  # ray.init put its own handler for SIGTERM
+        running = launch.launch(wish.deployment, report, with_api=wish.with_api)
+        record = run_record.write_record(
+            RunRecord(
+                name=config.name,
+                config_file=str(wish.file.resolve()),
+                model_path=str(config.model.path),
+                ray_address=session.address,
+                client_endpoint=running.client_endpoint,
+                url=running.url,
+                pid=os.getpid(),
+            )
+        )
+        yield running
+    finally:
+        with ignored_signals():
+            if record is not None:
+                record.unlink(missing_ok=True)
+            if running is not None:
+                running.close("the deployment is being stopped")
+            if session is not None:
+                session.close()
+
+
+def _open_session(wish: Wish) -> RaySession:
+    if wish.address is not None:
+        return ray_session.connect(wish.address)
+    return ray_session.start_local(total_resources(name_instances(wish.deployment.config)))
+
+
+def _at(url: str) -> str:
+    return f", {url}" if url else ""

@@ -1,0 +1,104 @@
+"""One rank assembled: the engine's worker, the connector's worker half and the loop that feeds both.
+
+Owns their order of construction and closing. Runs in any process, with or without Ray.
+
+    load -> create_pool -> connect -> run (until stopped) -> close
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockferry.cluster.worker_loop import WorkerLoop
+from blockferry.connectors.base import RankIdentity
+from blockferry.connectors.pd_worker import PdWorker
+from blockferry.connectors.transport import open_ucx
+from blockferry.engine.config import ConnectorConfig
+from blockferry.engine.worker.spec import WorkerSpec
+from blockferry.engine.worker.worker import Worker
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """Everything one rank is told before it starts."""
+
+    instance_id: str
+    spec: WorkerSpec
+    connector: ConnectorConfig | None  # None: this deployment ferries nothing
+
+
+class WorkerHost:
+    """One rank of one instance. One call at a time, except stop()."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._worker: Worker | None = None
+        self._ferry: PdWorker | None = None
+        self._loop: WorkerLoop | None = None
+
+    def load(self, *, init_method: str) -> int:
+        """Load this rank's weights, joined to its instance's other ranks; returns the bytes of one block."""
+        spec = dataclasses.replace(self._settings.spec, init_method=init_method)
+        self._worker = Worker(spec)
+        self._worker.load()
+        return self._worker.page_bytes()
+
+    def create_pool(self, num_blocks: int) -> bytes:
+        """Make the pool; returns what peers need to reach it, empty where nothing is ferried."""
+        worker = self._need_worker()
+        self._loop = WorkerLoop(instance_id=self._settings.instance_id, rank=self._settings.spec.rank, executor=worker)
+        connector = self._settings.connector
+        if connector is None:
+            worker.init_cache(num_blocks, _zeroed)
+            return b""
+        self._ferry = PdWorker(
+            open_ucx(),
+            RankIdentity(
+                instance_id=self._settings.instance_id,
+                rank=self._settings.spec.rank,
+                tp_rank=self._settings.spec.tp_rank,
+                pp_rank=self._settings.spec.pp_rank,
+                model_fingerprint=worker.fingerprint(),
+            ),
+            self._loop.on_transfer_event,
+        )
+        worker.init_cache(num_blocks, self._ferry.allocate)
+        return self._ferry.endpoint(worker.layout())
+
+    def connect(self, peers: Sequence[bytes]) -> None:
+        """Connect to instances that this one ferries blocks to or from, given as the endpoints of all their ranks."""
+        if self._ferry is not None:
+            self._ferry.connect(peers)
+
+    def run(self, endpoint: str) -> str:
+        """Serve the scheduler at `endpoint` on this thread until it says stop; returns its reason."""
+        assert self._loop is not None, "create_pool() comes first"
+        self._loop.run(endpoint, self._ferry)
+        return self._loop.stop_reason
+
+    def stop(self) -> None:
+        """End run() soon. Any thread."""
+        if self._loop is not None:
+            self._loop.stop()
+
+    def close(self) -> None:
+        """Release connections, the pool and the process group; run() must have ended. Idempotent."""
+        if self._ferry is not None:
+            self._ferry.close()
+            self._ferry = None
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+    def _need_worker(self) -> Worker:
+        assert self._worker is not None, "load() comes first"
+        return self._worker
+
+
+def _zeroed(num_bytes: int) -> NDArray[np.uint8]:
+    # calloc: pages that no block has touched take no memory
+    return np.zeros(num_bytes, np.uint8)
