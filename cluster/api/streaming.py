@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from typing import Any, TypeVar
 
+from pydantic_core import to_json
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -24,7 +24,6 @@ ResultT = TypeVar("ResultT")
 
 DONE = b"data: [DONE]\n\n"
 CLIENT_CLOSED_REQUEST = 499
-_ENCODER = json.JSONEncoder(separators=(",", ":"))
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -72,7 +71,7 @@ class EventStream(Response):
 
 def event(chunk: Mapping[str, Any]) -> bytes:
     """A JSON object as a server-sent event."""
-    return b"data: " + _ENCODER.encode(chunk).encode() + b"\n\n"
+    return b"data: " + to_json(chunk) + b"\n\n"
 
 
 def _as_api_error(failure: Exception) -> ApiError:

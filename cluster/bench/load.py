@@ -73,20 +73,21 @@ async def ask(session: aiohttp.ClientSession, endpoint: Endpoint, prompt: Prompt
 async def _stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any], prompt: Prompt) -> Answer:
     """Raises ClientError, TimeoutError or ValueError (an error object, or a stream that breaks off)."""
     times: list[float] = []
-    last = b""
+    last = rest = b""
     is_complete = False
     start_s = time.perf_counter()
     async with session.post(url, json=body) as response:
         if response.status != 200:
             raise ValueError(f"HTTP {response.status}: {(await response.text())[:MAX_ERROR_CHARS]}")
-        async for line in response.content:
-            if not line.startswith(b"data: "):
-                continue
-            if line.startswith(b"data: [DONE]"):
-                is_complete = True
-                break
-            times.append(time.perf_counter())
-            last = line
+        async for data in response.content.iter_any():
+            now_s = time.perf_counter()
+            *events, rest = (rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
+            for event in events:
+                if event.startswith(b"data: [DONE]"):
+                    is_complete = True
+                elif event.startswith(b"data: "):
+                    times.append(now_s)
+                    last = event
     end = json.loads(last.removeprefix(b"data: ")) if last else {}
     if not is_complete or "error" in end:
         raise ValueError(str(end.get("error", "the stream broke off"))[:MAX_ERROR_CHARS])

@@ -102,8 +102,8 @@ def test_errors_become_the_client_s_exceptions(client, model):
         client.completions.create(model="gpt-none", prompt="x")
     with pytest.raises(openai.BadRequestError, match="max_tokens=-1"):
         client.completions.create(model=model, prompt="x", max_tokens=-1)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     with pytest.raises(openai.BadRequestError, match="tools is not supported"):
-        tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
         client.chat.completions.create(model=model, messages=QUESTION, tools=[tool])
     assert client.completions.create(model=model, prompt="x", max_tokens=1)
 

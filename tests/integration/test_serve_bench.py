@@ -52,11 +52,11 @@ async def test_the_open_loop_follows_its_rate_not_the_answers(server):
 
 
 async def test_requests_that_do_not_end_in_time_are_failures():
-    with ApiServer(TinyEngine(delay_s=0.25)) as server:
-        config = _config(server, concurrency=1, num_prompts=3, num_warmup=0, output_len=3, max_duration_s=1)
+    with ApiServer(TinyEngine(delay_s=0.1)) as server:
+        config = _config(server, concurrency=1, num_prompts=20, num_warmup=0, output_len=3, max_duration_s=2)
         report = await run_serve_bench([config], console=SILENT)
-        assert _value(report, "failed_requests") == 2
-        assert len(server.engine.running) == 0 or server.engine.aborted
+    assert 10 < _value(report, "failed_requests") < 20
+    assert _value(report, "duration") < 4
 
 
 async def test_ceiling_rows_are_added(server):
