@@ -209,8 +209,10 @@ class PdWorker:
 
     def _run(self) -> None:
         try:
-            while not (self._is_closing and not self._transfers):
+            while True:
                 self._take_messages()
+                if self._is_closing and not self._transfers:
+                    break
                 has_moved = self._transport.progress()
                 for transfer in list(self._transfers.values()):
                     has_moved |= self._advance(transfer)
@@ -319,13 +321,19 @@ class PdWorker:
                 self._drop(part)
                 self._end(transfer, TransferState.FAILED, f"{transfer.command.mode} with {part.link.name}: {error}")
                 has_moved = True
+        return self._finish(transfer) or has_moved
+
+    def _finish(self, transfer: _Transfer) -> bool:
+        """Report what has ended, end what is late; True when it did either."""
         if transfer.ending is None and all(part.is_done for part in transfer.parts):
             self._report(transfer, TransferState.DONE, "")
         elif transfer.ending is not None and not any(part.flushes for part in transfer.parts):
             self._report(transfer, transfer.ending, transfer.reason)
         elif time.monotonic() >= transfer.deadline_s:
             self._expire(transfer)
-        return has_moved
+        else:
+            return False
+        return True
 
     def _reap(self, part: _Part) -> bool:
         has_moved = False

@@ -15,6 +15,8 @@ import numpy as np
 
 from blockferry.connectors.base import ByteArray, Int64Array, Region, TransportError
 
+_STALL_POLL_S = 0.005
+
 
 class LoopbackFabric:
     """What joins the transports of one process. Thread-safe."""
@@ -173,6 +175,11 @@ class LoopbackPeer:
         self._is_closed = True
         self._queue.clear()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether posted operations have not moved yet."""
+        return bool(self._queue)
+
     def advance(self) -> bool:
         """Move one posted operation; True when there was one."""
         if not self._queue or self._fabric.is_stalled(self._address):
@@ -237,8 +244,9 @@ class LoopbackTransport:
         return sum(peer.advance() for peer in self._peers) > 0
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until wake() or the timeout: nothing else brings work to a loopback."""
-        self._woken.wait(max(0.0, timeout_s))
+        """Sleep until wake() or the timeout, or a moment where a stalled member may resume."""
+        has_work = any(peer.is_busy for peer in self._peers)
+        self._woken.wait(max(0.0, min(timeout_s, _STALL_POLL_S) if has_work else timeout_s))
         self._woken.clear()
 
     def wake(self) -> None:
