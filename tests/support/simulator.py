@@ -165,6 +165,11 @@ class SimTransfer:
 
     command: TransferCommand
     ranks_left: list[int]
+    issued_s: float
+
+    def can_land(self, now_s: float) -> bool:
+        """Ranks give up at their deadline: later no byte lands any more."""
+        return now_s <= self.issued_s + self.command.deadline_s
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -221,6 +226,7 @@ class SimCluster:
         self.plans = {shape.instance_id: collections.deque() for shape in shapes}
         self.results = {shape.instance_id: collections.deque() for shape in shapes}
         self.transfers: list[SimTransfer] = []
+        self.failed: set[str] = set()
         self.requests: dict[int, Request] = {}
         self.tokens: dict[int, list[int]] = collections.defaultdict(list)
         self.logprobs: dict[int, list] = collections.defaultdict(list)
@@ -270,7 +276,7 @@ class SimCluster:
     def fetch_transfers(self) -> None:
         for instance_id, command in self.central.take_transfers():
             assert instance_id == command.executing_instance_id
-            self.transfers.append(SimTransfer(command, list(range(self.instances[instance_id].num_ranks))))
+            self.transfers.append(SimTransfer(command, list(range(self.instances[instance_id].num_ranks)), self.now_s))
 
     def finish_transfer(self, index: int = 0, state: TransferState = TransferState.DONE) -> None:
         """One rank of a transfer ends. Failed ones leave garbage behind."""
@@ -279,11 +285,12 @@ class SimCluster:
         if not transfer.ranks_left:
             del self.transfers[index]
         command = transfer.command
-        if state is TransferState.DONE:
-            if rank == 0:
-                self._move(command)
-        else:
-            self.spoil(command)
+        if state is TransferState.DONE and not transfer.can_land(self.now_s):
+            state = TransferState.FAILED
+        if state is TransferState.DONE and rank == 0:
+            self._move(command)
+        elif state is not TransferState.DONE:
+            self.spoil(transfer)
         event = TransferEvent(
             transfer_id=command.transfer_id,
             instance_id=command.executing_instance_id,
@@ -296,8 +303,26 @@ class SimCluster:
         )
         self.absorb(self.central.on_transfer(event))
 
-    def spoil(self, command: TransferCommand) -> None:
+    def obey_cancels(self) -> None:
+        """Ranks give up what they were told to give up."""
+        cancelled = {transfer_id for _, transfer_id in self.central.take_cancels()}
+        for transfer in [one for one in self.transfers if one.command.transfer_id in cancelled]:
+            while transfer.ranks_left:
+                self.finish_transfer(self.transfers.index(transfer), TransferState.CANCELLED)
+
+    def fail(self, instance_id: str) -> None:
+        """An instance dies: its plans are lost and its ranks report nothing more."""
+        self.failed.add(instance_id)
+        self.plans[instance_id].clear()
+        self.results[instance_id].clear()
+        self.transfers = [one for one in self.transfers if one.command.executing_instance_id != instance_id]
+        self.absorb(self.central.fail_instance(instance_id, "the simulator killed it"))
+
+    def spoil(self, transfer: SimTransfer) -> None:
         """Bytes of an unfinished transfer land."""
+        if not transfer.can_land(self.now_s):
+            return
+        command = transfer.command
         worker = self.workers[command.dst_instance_id]
         worker.pool[worker.slots(command.dst_block_ids, 0, command.num_tokens)] = GARBAGE
 
@@ -310,6 +335,7 @@ class SimCluster:
     def step_all(self) -> bool:
         """Plan, execute and commit once everywhere, and finish all transfers. False when nothing moved."""
         has_moved = False
+        self.tick(0.01)
         for instance_id in self.instances:
             has_moved |= self.plan(instance_id) is not None
             has_moved |= self.execute(instance_id)
@@ -317,14 +343,15 @@ class SimCluster:
         while self.transfers:
             self.finish_transfer()
             has_moved = True
-        self.now_s += 0.01
         return has_moved
 
     def drain(self, *, max_steps: int = 5000) -> None:
         """Run until every request has ended and every transfer has quiesced."""
         for _ in range(max_steps):
-            if not self.step_all() and not self.central.num_unfinished:
-                break
+            if not self.step_all():
+                if not self.central.num_unfinished:
+                    break
+                self.tick(10.0)  # quiescing hand-offs may hold what the rest needs
         assert not self.central.num_unfinished, f"{self.central.num_unfinished} requests never end"
         self.tick(1e6)  # what never reported is presumed dead
 

@@ -1,0 +1,169 @@
+"""Random schedules of whole deployments: tokens are right, blocks come back, every request ends exactly once."""
+
+import os
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.simulator import VOCAB_SIZE, Shape, SimCluster
+
+from blockferry.connectors.base import TransferMode, TransferState
+from blockferry.engine.config import Role
+from blockferry.engine.errors import RequestRejected
+from blockferry.engine.scheduler.outputs import Route
+
+MACHINE_SETTINGS = settings(
+    max_examples=int(os.environ.get("BLOCKFERRY_MACHINE_EXAMPLES", "60")),
+    stateful_step_count=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize="BLOCKFERRY_MACHINE_EXAMPLES" not in os.environ,
+)
+
+small_shapes = st.fixed_dictionaries(
+    {
+        "num_blocks": st.integers(6, 24),
+        "block_size": st.sampled_from([2, 4]),
+        "max_num_seqs": st.integers(1, 6),
+        "max_num_batched_tokens": st.integers(1, 24),
+        "num_steps_in_flight": st.integers(1, 2),
+        "policy": st.sampled_from(["fcfs", "priority"]),
+        "enable_caching": st.booleans(),
+        "watermark": st.sampled_from([0.0, 0.1]),
+        "num_ranks": st.integers(1, 2),
+        "max_queue_len": st.sampled_from([3, 100]),
+    }
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Verbs of a deployment in any order; subclasses say which instances there are."""
+
+    cluster: SimCluster
+    routes: list[Route]
+
+    def __init__(self):
+        super().__init__()
+        self.next_handle = 0
+        self.rejected: set[int] = set()
+
+    # requests
+
+    @rule(
+        data=st.data(),
+        num_prompt_tokens=st.integers(0, 40),
+        max_tokens=st.integers(0, 20),
+        family=st.integers(0, 2),
+        priority=st.integers(0, 2),
+        stop_token_ids=st.sampled_from([(), (3,), (1, 5, 9)]),
+        min_tokens=st.integers(0, 4),
+    )
+    def add(self, data, num_prompt_tokens, max_tokens, family, priority, stop_token_ids, min_tokens):
+        # prompts of a family share prefixes
+        prompt = np.random.default_rng(family).integers(0, VOCAB_SIZE, 40)[:num_prompt_tokens]
+        handle = self.next_handle
+        self.next_handle += 1
+        try:
+            self.cluster.add(
+                handle,
+                prompt,
+                data.draw(st.sampled_from(self.routes)),
+                priority=priority,
+                max_tokens=max_tokens,
+                stop_token_ids=stop_token_ids,
+                min_tokens=min_tokens,
+            )
+        except RequestRejected:
+            self.rejected.add(handle)
+
+    @precondition(lambda self: self.cluster.central.num_unfinished)
+    @rule(data=st.data())
+    def abort(self, data):
+        unfinished = sorted(set(self.cluster.requests) - set(self.cluster.finished))
+        self.cluster.abort(data.draw(st.sampled_from(unfinished)))
+
+    # steps, out of phase
+
+    @rule(data=st.data())
+    def plan(self, data):
+        self.cluster.plan(data.draw(st.sampled_from(sorted(self.cluster.instances))))
+
+    @rule(data=st.data())
+    def execute(self, data):
+        self.cluster.execute(data.draw(st.sampled_from(sorted(self.cluster.instances))))
+
+    @rule(data=st.data())
+    def commit(self, data):
+        self.cluster.commit(data.draw(st.sampled_from(sorted(self.cluster.instances))))
+
+    @rule(num_steps=st.integers(1, 8))
+    def run(self, num_steps):
+        for _ in range(num_steps):
+            for instance_id in self.cluster.instances:
+                self.cluster.plan(instance_id)
+                self.cluster.execute(instance_id)
+                self.cluster.commit(instance_id)
+
+    @rule(seconds=st.sampled_from([0.1, 5.0, 20.0, 40.0, 100.0]))
+    def let_time_pass(self, seconds):
+        self.cluster.tick(seconds)
+
+    @invariant()
+    def books_agree(self):
+        if hasattr(self, "cluster"):
+            self.cluster.check()
+
+    def teardown(self):
+        if hasattr(self, "cluster"):
+            self.cluster.drain()
+            self.cluster.check_all_free()
+
+
+class MixedMachine(SchedulerMachine):
+    @initialize(shape=small_shapes)
+    def start(self, shape):
+        self.cluster = SimCluster(Shape(instance_id="mixed-0", **shape), max_model_len=48)
+        self.routes = [Route(prefill="mixed-0", decode="mixed-0")]
+
+
+class DisaggregatedMachine(SchedulerMachine):
+    @initialize(
+        prefills=st.lists(small_shapes, min_size=1, max_size=2),
+        decodes=st.lists(small_shapes, min_size=1, max_size=2),
+        mode=st.sampled_from(list(TransferMode)),
+        policy=st.sampled_from(["recompute", "fail"]),
+    )
+    def start(self, prefills, decodes, mode, policy):
+        p_shapes = [Shape(instance_id=f"p{i}", role=Role.PREFILL, **shape) for i, shape in enumerate(prefills)]
+        d_shapes = [Shape(instance_id=f"d{i}", role=Role.DECODE, **shape) for i, shape in enumerate(decodes)]
+        self.cluster = SimCluster(*p_shapes, *d_shapes, max_model_len=48, mode=mode, load_failure_policy=policy)
+        self.routes = [Route(prefill=p.instance_id, decode=d.instance_id) for p in p_shapes for d in d_shapes] + [
+            Route(prefill=shape.instance_id, decode=shape.instance_id) for shape in p_shapes + d_shapes
+        ]
+
+    @precondition(lambda self: self.cluster.transfers)
+    @rule(data=st.data(), state=st.sampled_from([*TransferState, TransferState.DONE, TransferState.DONE]))
+    def report(self, data, state):
+        self.cluster.finish_transfer(data.draw(st.integers(0, len(self.cluster.transfers) - 1)), state)
+
+    @precondition(lambda self: self.cluster.transfers)
+    @rule(data=st.data())
+    def land_some_bytes(self, data):
+        self.cluster.spoil(data.draw(st.sampled_from(self.cluster.transfers)))
+
+    @rule(data=st.data())
+    def obey_cancels(self, data):
+        self.cluster.obey_cancels()
+
+    @precondition(lambda self: self.cluster.failed == set())
+    @rule(data=st.data(), is_wanted=st.sampled_from([False, False, False, True]))
+    def lose_an_instance(self, data, is_wanted):
+        if is_wanted:
+            self.cluster.fail(data.draw(st.sampled_from(sorted(self.cluster.instances))))
+
+
+TestMixed = MixedMachine.TestCase
+TestMixed.settings = MACHINE_SETTINGS
+TestDisaggregated = DisaggregatedMachine.TestCase
+TestDisaggregated.settings = MACHINE_SETTINGS

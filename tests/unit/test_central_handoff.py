@@ -1,0 +1,279 @@
+"""The way from prefill to decode: reservation, fence, transfer, and everything that can go wrong on it."""
+
+import numpy as np
+import pytest
+from support.simulator import Shape, SimCluster
+
+from blockferry.connectors.base import TransferMode, TransferState
+from blockferry.engine.config import Role
+from blockferry.engine.request import FinishReason
+from blockferry.engine.scheduler.outputs import Route
+
+FERRIED = Route(prefill="p", decode="d")
+LOCAL_ON_D = Route(prefill="d", decode="d")
+
+
+def prompt(num_tokens: int, family: int = 0):
+    return np.random.default_rng(family).integers(0, 23, num_tokens)
+
+
+def make(*, p=None, d=None, **options) -> SimCluster:
+    p_shape = Shape(instance_id="p", role=Role.PREFILL, **{"max_num_batched_tokens": 64, **(p or {})})
+    d_shape = Shape(instance_id="d", role=Role.DECODE, **{"max_num_batched_tokens": 64, **(d or {})})
+    return SimCluster(p_shape, d_shape, **options)
+
+
+def step(cluster: SimCluster, instance_id: str) -> None:
+    cluster.plan(instance_id)
+    cluster.execute(instance_id)
+    cluster.commit(instance_id)
+
+
+def held(cluster: SimCluster, instance_id: str) -> int:
+    kv = cluster.instances[instance_id].kv
+    return kv.num_usable_blocks - kv.num_free_blocks
+
+
+def ferrying(max_tokens: int = 5, **options) -> SimCluster:
+    """A deployment with request 0's transfer under way."""
+    cluster = make(**options)
+    cluster.add(0, prompt(10), FERRIED, max_tokens=max_tokens)
+    step(cluster, "p")
+    assert len(cluster.transfers) == 1
+    return cluster
+
+
+def test_first_token_comes_from_the_prefill_instance():
+    cluster = ferrying()
+    assert len(cluster.tokens[0]) == 1
+
+
+def test_decode_blocks_are_allocated_at_admission_and_cached_after_arrival():
+    cluster = make()
+    cluster.add(0, prompt(10), FERRIED, max_tokens=5)
+    cluster.plan("p")
+    assert held(cluster, "d") == 3
+    assert cluster.instances["d"].kv.stats().num_keys == 0
+    cluster.execute("p")
+    cluster.commit("p")
+    cluster.finish_transfer()
+    assert cluster.instances["d"].kv.stats().num_keys == 2
+
+
+def test_prefill_blocks_are_released_on_confirmation_and_stay_cached():
+    cluster = ferrying()
+    assert held(cluster, "p") == 3
+    cluster.finish_transfer()
+    assert held(cluster, "p") == 0
+    assert cluster.instances["p"].kv.stats().num_keys == 2
+
+
+def test_command_names_the_prompts_blocks_on_both_sides():
+    cluster = ferrying()
+    command = cluster.transfers[0].command
+    assert (command.src_instance_id, command.dst_instance_id, command.num_tokens) == ("p", "d", 10)
+    assert (len(command.src_block_ids), len(command.dst_block_ids)) == (3, 3)
+
+
+def test_decode_instance_own_prefix_hit_is_not_ferried():
+    cluster = ferrying()
+    cluster.finish_transfer()
+    cluster.drain()
+    cluster.add(1, prompt(14), FERRIED, max_tokens=5)
+    step(cluster, "p")
+    command = cluster.transfers[0].command
+    assert (command.num_tokens, len(command.src_block_ids), len(command.dst_block_ids)) == (6, 2, 2)
+    assert cluster.central.num_unfinished == 1
+    cluster.drain()
+    assert cluster.finished[1].stats.num_cached_tokens == 8
+    cluster.check_all_free()
+
+
+def test_block_sizes_may_differ():
+    cluster = make(p={"block_size": 8}, d={"block_size": 4})
+    cluster.add(0, prompt(14), FERRIED, max_tokens=5)
+    cluster.drain()
+    cluster.add(1, prompt(22), FERRIED, max_tokens=5)
+    step(cluster, "p")
+    command = cluster.transfers[0].command
+    assert (command.first_token, command.num_tokens) == (4, 10)
+    cluster.drain()
+    cluster.check_all_free()
+
+
+def test_no_room_on_decode_keeps_the_request_waiting():
+    cluster = make(d={"max_num_seqs": 1})
+    cluster.add(0, prompt(4), FERRIED, max_tokens=5)
+    cluster.add(1, prompt(4, 1), FERRIED, max_tokens=5)
+    assert len(cluster.plan("p").rows) == 1
+    assert len(cluster.instances["p"].queue) == 1
+    cluster.drain()
+    cluster.check_all_free()
+
+
+def test_transfer_waits_for_decode_steps_planned_before_the_allocation():
+    cluster = make()
+    cluster.add(7, prompt(4, 3), LOCAL_ON_D, max_tokens=20)
+    cluster.plan("d")
+    cluster.plan("d")
+    cluster.add(0, prompt(10), FERRIED, max_tokens=5)
+    step(cluster, "p")
+    assert cluster.transfers == []
+    cluster.execute("d")
+    cluster.commit("d")
+    assert cluster.transfers == []
+    cluster.execute("d")
+    cluster.commit("d")
+    assert len(cluster.transfers) == 1
+    cluster.drain()
+    cluster.check_all_free()
+
+
+def test_transfer_waits_for_the_last_chunk_to_retire():
+    cluster = make(p={"max_num_batched_tokens": 6})
+    cluster.add(0, prompt(10), FERRIED, max_tokens=5)
+    step(cluster, "p")
+    cluster.plan("p")
+    cluster.execute("p")
+    assert cluster.transfers == []
+    cluster.commit("p")
+    assert len(cluster.transfers) == 1
+
+
+def test_every_rank_must_report_before_the_row_runs():
+    cluster = ferrying(p={"num_ranks": 2})
+    cluster.finish_transfer()
+    assert cluster.plan("d") is None
+    cluster.finish_transfer()
+    assert cluster.plan("d") is not None
+
+
+@pytest.mark.parametrize(("mode", "executing"), [(TransferMode.PUSH, "p"), (TransferMode.PULL, "d")])
+def test_command_goes_to_the_side_that_moves_the_bytes(mode, executing):
+    cluster = make(mode=mode)
+    cluster.add(0, prompt(10), FERRIED, max_tokens=5)
+    cluster.plan("p")
+    cluster.execute("p")
+    cluster.central.commit("p", cluster.results["p"].popleft())
+    assert [instance_id for instance_id, _ in cluster.central.take_transfers()] == [executing]
+
+
+def test_stop_token_from_prefill_needs_no_transfer():
+    cluster = make()
+    cluster.add(0, prompt(10), FERRIED, max_tokens=5, stop_token_ids=tuple(range(23)))
+    step(cluster, "p")
+    assert cluster.finished[0].reason is FinishReason.STOP
+    assert cluster.transfers == []
+    cluster.check_all_free()
+
+
+def test_failed_transfer_is_recomputed_on_decode():
+    cluster = ferrying()
+    cluster.finish_transfer(state=TransferState.FAILED)
+    assert cluster.plan("d").num_scheduled.tolist() == [11]
+    cluster.drain()
+    assert cluster.finished[0].stats.transfer_blocks == 0
+    cluster.check_all_free()
+
+
+def test_failed_transfer_ends_the_request_under_policy_fail():
+    cluster = ferrying(load_failure_policy="fail")
+    cluster.finish_transfer(state=TransferState.FAILED)
+    assert cluster.finished[0].reason is FinishReason.ERROR
+    assert "did not get from p to d: the simulator said so" in cluster.finished[0].message
+    cluster.check_all_free()
+
+
+def test_abort_holds_both_sides_until_the_transfer_has_quiesced():
+    cluster = ferrying()
+    cluster.abort(0)
+    assert cluster.finished[0].reason is FinishReason.ABORT
+    assert (held(cluster, "p"), held(cluster, "d")) == (3, 3)
+    assert cluster.central.take_cancels() == [("p", 1)]
+    cluster.finish_transfer(state=TransferState.CANCELLED)
+    cluster.check_all_free()
+
+
+def test_abort_of_a_silent_transfer_frees_blocks_after_lease_and_timeout():
+    cluster = ferrying(lease_s=60.0, transfer_timeout_s=30.0)
+    cluster.abort(0)
+    cluster.tick(89.0)
+    assert held(cluster, "d") == 3
+    cluster.tick(1.5)
+    cluster.check_all_free()
+
+
+@pytest.mark.parametrize("num_steps", range(4))
+def test_abort_before_the_transfer_frees_both_sides_at_once(num_steps):
+    cluster = make(p={"max_num_batched_tokens": 4})
+    cluster.add(7, prompt(4, 3), LOCAL_ON_D, max_tokens=20)
+    cluster.plan("d")
+    cluster.add(0, prompt(10), FERRIED, max_tokens=5)
+    for _ in range(num_steps):
+        step(cluster, "p")
+    cluster.abort(0)
+    assert held(cluster, "p") == 0
+    assert held(cluster, "d") == 1
+    cluster.drain()
+    cluster.check_all_free()
+
+
+def test_silent_transfer_is_recomputed_in_other_blocks_after_its_deadline():
+    cluster = ferrying(transfer_timeout_s=30.0)
+    cluster.tick(36.0)
+    assert held(cluster, "d") == 3
+    plan = cluster.plan("d")
+    assert plan.num_scheduled.tolist() == [11]
+    assert held(cluster, "d") == 6
+    cluster.drain()
+    cluster.check_all_free()
+
+
+def test_lease_over_at_the_fence_gives_the_source_back_and_recomputes():
+    cluster = make(lease_s=10.0)
+    cluster.add(7, prompt(4, 3), LOCAL_ON_D, max_tokens=20)
+    cluster.plan("d")
+    cluster.add(0, prompt(10), FERRIED, max_tokens=5)
+    step(cluster, "p")
+    cluster.tick(11.0)
+    assert held(cluster, "p") == 0
+    cluster.drain()
+    assert cluster.finished[0].reason is FinishReason.LENGTH
+    cluster.check_all_free()
+
+
+def test_request_whose_prefill_instance_dies_while_ferrying_is_recomputed_on_decode():
+    cluster = ferrying()
+    cluster.fail("p")
+    assert 0 not in cluster.finished
+    cluster.drain()
+    assert cluster.finished[0].reason is FinishReason.LENGTH
+    cluster.check_all_free()
+
+
+def test_preempted_prefill_gives_its_decode_blocks_back():
+    cluster = make(p={"num_blocks": 12, "max_num_batched_tokens": 6, "policy": "priority", "watermark": 0.0})
+    on_p = Route(prefill="p", decode="p")
+    cluster.add(1, prompt(20), FERRIED, max_tokens=5, priority=1)
+    cluster.add(2, prompt(4, 2), on_p, max_tokens=36, priority=0)
+    cluster.drain()
+    cluster.check_all_free()
+
+
+def test_request_preempted_on_decode_is_recomputed_there():
+    cluster = make(d={"num_blocks": 9, "max_num_seqs": 2})
+    for handle in range(2):
+        cluster.add(handle, prompt(8, handle), FERRIED, max_tokens=20)
+    cluster.drain()
+    assert cluster.finished[1].stats.num_preemptions > 0
+    assert cluster.finished[1].stats.transfer_blocks == 2
+    cluster.check_all_free()
+
+
+def test_stats_tell_what_was_ferried():
+    cluster = ferrying()
+    cluster.now_s += 0.25
+    cluster.finish_transfer()
+    cluster.drain()
+    stats = cluster.finished[0].stats
+    assert (stats.transfer_s, stats.transfer_bytes, stats.transfer_blocks) == (0.25, 1000, 3)
