@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from blockferry.kernels.launch import FLOAT_DTYPES, Integer, Pointer, check_tensor
+from blockferry.kernels.launch import FLOAT_DTYPES, check_tensor
 
 MAX_TILE = 8192  # elements that one program moves at once
 
@@ -69,13 +69,13 @@ def _tile(block_size: int, content: int) -> tuple[int, int]:
 
 @triton.jit
 def block_copy_kernel(
-    pool_ptr: Pointer,  # [B, L, K, N, C]
-    pairs_ptr: Pointer,  # int32 [P, 2]
-    stride_pair: Integer,
-    stride_b: Integer,
-    stride_l: Integer,
-    stride_k: Integer,
-    stride_n: Integer,
+    pool_ptr: tl.tensor,  # [B, L, K, N, C]
+    pairs_ptr: tl.tensor,  # int32 [P, 2]
+    stride_pair: tl.tensor,
+    stride_b: tl.tensor,
+    stride_l: tl.tensor,
+    stride_k: tl.tensor,
+    stride_n: tl.tensor,
     K: tl.constexpr,
     N: tl.constexpr,
     C: tl.constexpr,
@@ -107,12 +107,12 @@ def block_copy_kernel(
 
 @triton.jit
 def block_zero_kernel(
-    pool_ptr: Pointer,  # [B, L, K, N, C]
-    block_ids_ptr: Pointer,  # int32 [P]
-    stride_b: Integer,
-    stride_l: Integer,
-    stride_k: Integer,
-    stride_n: Integer,
+    pool_ptr: tl.tensor,  # [B, L, K, N, C]
+    block_ids_ptr: tl.tensor,  # int32 [P]
+    stride_b: tl.tensor,
+    stride_l: tl.tensor,
+    stride_k: tl.tensor,
+    stride_n: tl.tensor,
     K: tl.constexpr,
     N: tl.constexpr,
     C: tl.constexpr,

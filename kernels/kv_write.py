@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from blockferry.kernels.launch import FLOAT_DTYPES, Integer, Pointer, check_tensor
+from blockferry.kernels.launch import FLOAT_DTYPES, check_tensor
 
 MAX_TILE = 4096  # elements of k (and of v) that one program moves
 
@@ -56,17 +56,17 @@ def kv_write(k_TKD: torch.Tensor, v_TKD: torch.Tensor, *, kv_cache: torch.Tensor
 
 @triton.jit
 def kv_write_kernel(
-    k_ptr: Pointer,  # [T, K, D]
-    v_ptr: Pointer,  # [T, K, D]
-    cache_ptr: Pointer,  # [B, K, N, 2*D]
-    slots_ptr: Pointer,  # int64 [T]
-    stride_kt: Integer,
-    stride_kk: Integer,
-    stride_vt: Integer,
-    stride_vk: Integer,
-    stride_cb: Integer,
-    stride_ck: Integer,
-    stride_cn: Integer,
+    k_ptr: tl.tensor,  # [T, K, D]
+    v_ptr: tl.tensor,  # [T, K, D]
+    cache_ptr: tl.tensor,  # [B, K, N, 2*D]
+    slots_ptr: tl.tensor,  # int64 [T]
+    stride_kt: tl.tensor,
+    stride_kk: tl.tensor,
+    stride_vt: tl.tensor,
+    stride_vk: tl.tensor,
+    stride_cb: tl.tensor,
+    stride_ck: tl.tensor,
+    stride_cn: tl.tensor,
     K: tl.constexpr,
     N: tl.constexpr,
     D: tl.constexpr,

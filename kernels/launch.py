@@ -7,15 +7,8 @@ from __future__ import annotations
 
 import enum
 import functools
-from typing import Any
 
 import torch
-
-# What a kernel's arguments are inside triton.jit, which has no types: a tensor's pointer, an integer of any width.
-# (An annotation of `int` would make Triton narrow 64-bit strides to 32 bits.)
-Pointer = Any
-Integer = Any
-Float = Any
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INT_DTYPES = (torch.int32, torch.int64)

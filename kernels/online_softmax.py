@@ -13,8 +13,6 @@ import dataclasses
 import triton
 import triton.language as tl
 
-from blockferry.kernels.launch import Float, Integer, Pointer
-
 LOG2_E = 1.4426950408889634
 
 
@@ -25,7 +23,16 @@ class TileConfig:
     tile_m: int  # query rows of a program
     tile_s: int  # keys of one step of its loop
     num_warps: int
-    num_stages: int  # key tiles in flight
+    num_stages: int  # Triton's; see stages_for
+
+
+def stages_for(num_tiles_ahead: int) -> int:
+    """Triton's num_stages that loads key tiles this far ahead on NVIDIA GPUs.
+
+    A key tile's addresses come from block ids that are loaded too, so Triton shares the stages between both loads:
+    three stages fetch the next tile only when this one is used up, five really overlap. (Read off the PTX.)
+    """
+    return 2 * num_tiles_ahead + 1
 
 
 def tile_of(head_dim: int) -> int:
@@ -35,24 +42,24 @@ def tile_of(head_dim: int) -> int:
 
 @triton.jit
 def attend_tile(
-    q: Pointer,  # [M, D]
-    acc: Pointer,  # float32 [M, D], sum of weights * v so far, relative to row_max
-    row_max: Pointer,  # float32 [M], in log2 units
-    row_sum: Pointer,  # float32 [M]
-    table_ptr: Pointer,  # int32, this row's block ids
-    head_ptr: Pointer,  # this kv head of block 0
-    start: Integer,  # first key position of the tile
-    end: Integer,  # no key at or past it is read
-    last_pos: Pointer,  # int32 [M], last key position each query may see; >= start for at least the first tile
-    scale_log2: Float,
-    stride_cb: Integer,
-    stride_cn: Integer,
+    q: tl.tensor,  # [M, D]
+    acc: tl.tensor,  # float32 [M, D], sum of weights * v so far, relative to row_max
+    row_max: tl.tensor,  # float32 [M], in log2 units
+    row_sum: tl.tensor,  # float32 [M]
+    table_ptr: tl.tensor,  # int32, this row's block ids
+    head_ptr: tl.tensor,  # this kv head of block 0
+    start: tl.tensor,  # first key position of the tile
+    end: tl.tensor,  # no key at or past it is read
+    last_pos: tl.tensor,  # int32 [M], last key position each query may see; >= start for at least the first tile
+    scale_log2: tl.tensor,
+    stride_cb: tl.tensor,
+    stride_cn: tl.tensor,
     N: tl.constexpr,
     D: tl.constexpr,
     TILE_S: tl.constexpr,
     TILE_D: tl.constexpr,
     IS_MASKED: tl.constexpr,  # False: every key of the tile is read and seen by every query
-) -> Pointer:
+) -> tl.tuple:
     """Returns (acc, row_max, row_sum) with the tile's keys included."""
     positions = start + tl.arange(0, TILE_S)
     dims = tl.arange(0, TILE_D)[None, :]

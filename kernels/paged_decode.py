@@ -18,9 +18,6 @@ import triton.language as tl
 
 from blockferry.kernels.launch import (
     FLOAT_DTYPES,
-    Float,
-    Integer,
-    Pointer,
     Target,
     check_group,
     check_head_dim,
@@ -28,7 +25,7 @@ from blockferry.kernels.launch import (
     num_processors,
     target_of,
 )
-from blockferry.kernels.online_softmax import LOG2_E, TileConfig, attend_tile, tile_of
+from blockferry.kernels.online_softmax import LOG2_E, TileConfig, attend_tile, stages_for, tile_of
 
 MIN_SPLIT_SIZE = 256  # keys: below that a split costs more to merge than it saves
 MAX_SPLITS = 64
@@ -128,15 +125,20 @@ def paged_decode(
 
 
 def decode_config(head_dim: int, dtype: torch.dtype, target: Target) -> TileConfig:
-    """Tile sizes by reason, not by tuning: enough key bytes in flight per program to cover the memory's latency.
+    """Tile sizes by reason, not by tuning: enough key bytes in flight to cover the memory's latency.
 
-    A processor of an H200 must keep 4.8 TB/s * 0.7 us / 132 = 25 KB in flight: one 64-key tile of D = 128 (k and v)
-    in bfloat16 is 32 KB, and two or more are.
+    A processor of an H200 must keep 4.8 TB/s * 0.7 us / 132 = 25 KB in flight; three resident programs with two tiles
+    of 32 KB each (k and v of 64 keys of D = 128 in bfloat16) keep more than that. Other GPUs need half, and have less
+    shared memory.
     """
-    tile_bytes = tile_of(head_dim) * 2 * dtype.itemsize  # of one key
-    tile_s = max(16, min(128, (32 << 10) // tile_bytes))
-    num_stages = min(3, max(2, target.shared_bytes // 2 // (tile_s * tile_bytes)))
-    return TileConfig(tile_m=16, tile_s=tile_s, num_warps=4, num_stages=2 if target is Target.CDNA else num_stages)
+    key_bytes = 2 * tile_of(head_dim) * dtype.itemsize
+    tile_bytes = (32 if target is Target.HOPPER else 16) << 10
+    return TileConfig(
+        tile_m=16,
+        tile_s=max(16, min(128, tile_bytes // key_bytes)),
+        num_warps=8 if dtype is torch.float32 else 4,  # float32 products are made of registers
+        num_stages=2 if target is Target.CDNA else stages_for(2),
+    )
 
 
 def choose_split_size(*, total_work: int, max_seq_len: int, bytes_per_split: int, num_programs: int) -> int:
@@ -148,25 +150,25 @@ def choose_split_size(*, total_work: int, max_seq_len: int, bytes_per_split: int
 
 @triton.jit
 def paged_decode_kernel(
-    q_ptr: Pointer,  # [R, H, D]
-    cache_ptr: Pointer,  # [B, K, N, 2*D]
-    table_ptr: Pointer,  # int32 [R, M]
-    seq_lens_ptr: Pointer,  # int32 [R]
-    parts_ptr: Pointer,  # [R, H, P, D]: float32 where split, else the output itself
-    lse_ptr: Pointer,  # float32 [R, H, P]: log2 of the sum of exponentials; unused where not split
-    scale_log2: Float,
-    split_size: Integer,
-    stride_qr: Integer,
-    stride_qh: Integer,
-    stride_cb: Integer,
-    stride_ck: Integer,
-    stride_cn: Integer,
-    stride_table: Integer,
-    stride_pr: Integer,
-    stride_ph: Integer,
-    stride_pp: Integer,
-    stride_lr: Integer,
-    stride_lh: Integer,
+    q_ptr: tl.tensor,  # [R, H, D]
+    cache_ptr: tl.tensor,  # [B, K, N, 2*D]
+    table_ptr: tl.tensor,  # int32 [R, M]
+    seq_lens_ptr: tl.tensor,  # int32 [R]
+    parts_ptr: tl.tensor,  # [R, H, P, D]: float32 where split, else the output itself
+    lse_ptr: tl.tensor,  # float32 [R, H, P]: log2 of the sum of exponentials; unused where not split
+    scale_log2: tl.tensor,
+    split_size: tl.tensor,
+    stride_qr: tl.tensor,
+    stride_qh: tl.tensor,
+    stride_cb: tl.tensor,
+    stride_ck: tl.tensor,
+    stride_cn: tl.tensor,
+    stride_table: tl.tensor,
+    stride_pr: tl.tensor,
+    stride_ph: tl.tensor,
+    stride_pp: tl.tensor,
+    stride_lr: tl.tensor,
+    stride_lh: tl.tensor,
     G: tl.constexpr,
     N: tl.constexpr,
     D: tl.constexpr,
@@ -216,15 +218,15 @@ def paged_decode_kernel(
 
 @triton.jit
 def paged_decode_reduce_kernel(
-    parts_ptr: Pointer,  # float32 [R, H, P, D], contiguous
-    lse_ptr: Pointer,  # float32 [R, H, P], contiguous
-    seq_lens_ptr: Pointer,  # int32 [R]
-    out_ptr: Pointer,  # [R, H, D]
-    split_size: Integer,
-    num_splits: Integer,  # P
-    num_heads: Integer,  # H
-    stride_or: Integer,
-    stride_oh: Integer,
+    parts_ptr: tl.tensor,  # float32 [R, H, P, D], contiguous
+    lse_ptr: tl.tensor,  # float32 [R, H, P], contiguous
+    seq_lens_ptr: tl.tensor,  # int32 [R]
+    out_ptr: tl.tensor,  # [R, H, D]
+    split_size: tl.tensor,
+    num_splits: tl.tensor,  # P
+    num_heads: tl.tensor,  # H
+    stride_or: tl.tensor,
+    stride_oh: tl.tensor,
     D: tl.constexpr,
     TILE_P: tl.constexpr,
     TILE_D: tl.constexpr,

@@ -19,16 +19,13 @@ import triton.language as tl
 
 from blockferry.kernels.launch import (
     FLOAT_DTYPES,
-    Float,
-    Integer,
-    Pointer,
     Target,
     check_group,
     check_head_dim,
     check_tensor,
     target_of,
 )
-from blockferry.kernels.online_softmax import LOG2_E, TileConfig, attend_tile, tile_of
+from blockferry.kernels.online_softmax import LOG2_E, TileConfig, attend_tile, stages_for, tile_of
 
 
 def paged_prefill(
@@ -94,35 +91,39 @@ def paged_prefill(
 
 
 def prefill_config(head_dim: int, dtype: torch.dtype, target: Target) -> TileConfig:
-    """Tile sizes by reason, not by tuning: accumulator in registers, the key tiles of all stages in shared memory."""
+    """Tile sizes by reason, not by tuning: accumulator in registers without spills, key tiles in shared memory."""
     tile_d = tile_of(head_dim)
-    if dtype is torch.float32:
-        # float32 products run on the scalar units: small tiles, or the operands spill.
-        return TileConfig(tile_m=32, tile_s=32 if tile_d <= 128 else 16, num_warps=4, num_stages=1)
+    if dtype is torch.float32:  # products run on the scalar units, out of registers
+        return TileConfig(tile_m=32, tile_s=16, num_warps=4, num_stages=1)
     if target is Target.CDNA:
-        return TileConfig(tile_m=128 if tile_d <= 128 else 64, tile_s=32, num_warps=4, num_stages=1)
-    num_stages = 3 if target is Target.HOPPER else 2
-    return TileConfig(tile_m=128, tile_s=64 if tile_d <= 128 else 32, num_warps=8, num_stages=num_stages)
+        return TileConfig(
+            tile_m=128 if tile_d <= 128 else 64, tile_s=32, num_warps=4, num_stages=2 if tile_d <= 128 else 1
+        )
+    tile_m = 128 if tile_d <= 128 or target is Target.HOPPER else 64
+    tile_s = 64 if tile_d <= 128 else 32
+    row_bytes = tile_d * dtype.itemsize
+    fits_two_ahead = (tile_m + 3 * 2 * tile_s) * row_bytes <= target.shared_bytes
+    return TileConfig(tile_m=tile_m, tile_s=tile_s, num_warps=8, num_stages=stages_for(2 if fits_two_ahead else 1))
 
 
 @triton.jit
 def paged_prefill_kernel(
-    q_ptr: Pointer,  # [T, H, D]
-    cache_ptr: Pointer,  # [B, K, N, 2*D]
-    table_ptr: Pointer,  # int32 [R, M]
-    query_start_ptr: Pointer,  # int32 [R + 1]
-    seq_lens_ptr: Pointer,  # int32 [R]
-    out_ptr: Pointer,  # [T, H, D]
-    scale_log2: Float,
-    num_rows: Integer,
-    stride_qt: Integer,
-    stride_qh: Integer,
-    stride_cb: Integer,
-    stride_ck: Integer,
-    stride_cn: Integer,
-    stride_table: Integer,
-    stride_ot: Integer,
-    stride_oh: Integer,
+    q_ptr: tl.tensor,  # [T, H, D]
+    cache_ptr: tl.tensor,  # [B, K, N, 2*D]
+    table_ptr: tl.tensor,  # int32 [R, M]
+    query_start_ptr: tl.tensor,  # int32 [R + 1]
+    seq_lens_ptr: tl.tensor,  # int32 [R]
+    out_ptr: tl.tensor,  # [T, H, D]
+    scale_log2: tl.tensor,
+    num_rows: tl.tensor,
+    stride_qt: tl.tensor,
+    stride_qh: tl.tensor,
+    stride_cb: tl.tensor,
+    stride_ck: tl.tensor,
+    stride_cn: tl.tensor,
+    stride_table: tl.tensor,
+    stride_ot: tl.tensor,
+    stride_oh: tl.tensor,
     G: tl.constexpr,
     N: tl.constexpr,
     D: tl.constexpr,

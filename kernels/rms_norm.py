@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from blockferry.kernels.launch import FLOAT_DTYPES, Float, Integer, Pointer, check_head_dim, check_tensor
+from blockferry.kernels.launch import FLOAT_DTYPES, check_head_dim, check_tensor
 
 MAX_HIDDEN_SIZE = 32768
 HEAD_ELEMENTS_PER_PROGRAM = 2048
@@ -86,13 +86,13 @@ def rms_norm_heads(x_THD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> t
 
 @triton.jit
 def add_rms_norm_kernel(
-    x_ptr: Pointer,  # [T, E]
-    residual_ptr: Pointer,  # [T, E], x is added to it; unused without a residual
-    weight_ptr: Pointer,  # [E]
-    normed_ptr: Pointer,  # [T, E], contiguous
-    eps: Float,
-    stride_x: Integer,
-    stride_residual: Integer,
+    x_ptr: tl.tensor,  # [T, E]
+    residual_ptr: tl.tensor,  # [T, E], x is added to it; unused without a residual
+    weight_ptr: tl.tensor,  # [E]
+    normed_ptr: tl.tensor,  # [T, E], contiguous
+    eps: tl.tensor,
+    stride_x: tl.tensor,
+    stride_residual: tl.tensor,
     E: tl.constexpr,
     TILE_E: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -122,13 +122,13 @@ def add_rms_norm_kernel(
 
 @triton.jit
 def rms_norm_heads_kernel(
-    x_ptr: Pointer,  # [T, H, D]
-    weight_ptr: Pointer,  # [D]
-    out_ptr: Pointer,  # [T, H, D], contiguous
-    eps: Float,
-    num_vectors: Integer,  # T * H
-    stride_xt: Integer,
-    stride_xh: Integer,
+    x_ptr: tl.tensor,  # [T, H, D]
+    weight_ptr: tl.tensor,  # [D]
+    out_ptr: tl.tensor,  # [T, H, D], contiguous
+    eps: tl.tensor,
+    num_vectors: tl.tensor,  # T * H
+    stride_xt: tl.tensor,
+    stride_xh: tl.tensor,
     H: tl.constexpr,
     D: tl.constexpr,
     TILE_R: tl.constexpr,

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from blockferry.kernels.launch import FLOAT_DTYPES, INT_DTYPES, Integer, Pointer, check_head_dim, check_tensor
+from blockferry.kernels.launch import FLOAT_DTYPES, INT_DTYPES, check_head_dim, check_tensor
 
 MAX_TILE = 2048  # elements of one half that one program rotates
 
@@ -56,15 +56,15 @@ def rotate(q_THD: torch.Tensor, k_TKD: torch.Tensor, *, cos_sin: torch.Tensor, p
 
 @triton.jit
 def rotate_kernel(
-    q_ptr: Pointer,  # [T, H, D], changed
-    k_ptr: Pointer,  # [T, K, D], changed
-    cos_sin_ptr: Pointer,  # float32 [max_len, W]
-    positions_ptr: Pointer,  # int [T]
-    stride_qt: Integer,
-    stride_qh: Integer,
-    stride_kt: Integer,
-    stride_kh: Integer,
-    stride_table: Integer,
+    q_ptr: tl.tensor,  # [T, H, D], changed
+    k_ptr: tl.tensor,  # [T, K, D], changed
+    cos_sin_ptr: tl.tensor,  # float32 [max_len, W]
+    positions_ptr: tl.tensor,  # int [T]
+    stride_qt: tl.tensor,
+    stride_qh: tl.tensor,
+    stride_kt: tl.tensor,
+    stride_kh: tl.tensor,
+    stride_table: tl.tensor,
     H: tl.constexpr,
     K: tl.constexpr,
     HALF: tl.constexpr,  # W / 2
@@ -93,10 +93,10 @@ def rotate_kernel(
 
 @triton.jit
 def rotate_tile(
-    ptrs: Pointer,  # [TILE_H, TILE_W], the first halves
-    cos: Pointer,  # float32 [1, TILE_W]
-    sin: Pointer,  # float32 [1, TILE_W]
-    mask: Pointer,  # [TILE_H, TILE_W]
+    ptrs: tl.tensor,  # [TILE_H, TILE_W], the first halves
+    cos: tl.tensor,  # float32 [1, TILE_W]
+    sin: tl.tensor,  # float32 [1, TILE_W]
+    mask: tl.tensor,  # [TILE_H, TILE_W]
     HALF: tl.constexpr,
 ) -> None:
     """Rotate a tile of heads in place."""

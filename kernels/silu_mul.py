@@ -9,13 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
-from blockferry.kernels.launch import FLOAT_DTYPES, Integer, Pointer, check_tensor
+from blockferry.kernels.launch import FLOAT_DTYPES, check_tensor
 
 TILE = 1024
 
 
 def silu_mul(x_T2F: torch.Tensor) -> torch.Tensor:
-    """[T, F]: silu(x[:, :F]) * x[:, F:] in x's dtype, each operation in float32 and rounded. Raises ValueError for an odd width."""
+    """[T, F]: silu(x[:, :F]) * x[:, F:], each operation rounded to x's dtype. Raises ValueError for an odd width."""
     check_tensor("x", x_T2F, shape=(None, None), dtypes=FLOAT_DTYPES)
     num_tokens, width = x_T2F.shape
     if width % 2:
@@ -30,9 +30,9 @@ def silu_mul(x_T2F: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def silu_mul_kernel(
-    x_ptr: Pointer,  # [T, 2*F]
-    out_ptr: Pointer,  # [T, F], contiguous
-    stride_x: Integer,
+    x_ptr: tl.tensor,  # [T, 2*F]
+    out_ptr: tl.tensor,  # [T, F], contiguous
+    stride_x: tl.tensor,
     F: tl.constexpr,
     TILE_F: tl.constexpr,
 ) -> None:

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from blockferry.kernels.launch import INT_DTYPES, Integer, Pointer, check_tensor
+from blockferry.kernels.launch import INT_DTYPES, check_tensor
 
 PAD_SLOT_ID = tl.constexpr(-1)
 TOKENS_PER_PROGRAM = 256
@@ -56,13 +56,13 @@ def slot_mapping(
 
 @triton.jit
 def slot_mapping_kernel(
-    table_ptr: Pointer,  # int32 [R, M]
-    query_start_ptr: Pointer,  # int32 [R + 1]
-    num_computed_ptr: Pointer,  # int [R]
-    out_ptr: Pointer,  # int64 [T]
-    stride_table: Integer,
-    num_rows: Integer,
-    num_tokens: Integer,
+    table_ptr: tl.tensor,  # int32 [R, M]
+    query_start_ptr: tl.tensor,  # int32 [R + 1]
+    num_computed_ptr: tl.tensor,  # int [R]
+    out_ptr: tl.tensor,  # int64 [T]
+    stride_table: tl.tensor,
+    num_rows: tl.tensor,
+    num_tokens: tl.tensor,
     N: tl.constexpr,
     SEARCH_STEPS: tl.constexpr,
     TILE_T: tl.constexpr,

@@ -1,36 +1,13 @@
 """ReferenceAttention against torch's own attention on contiguous tensors."""
 
-import itertools
 import math
 
 import pytest
 import torch
+from support.paged import make_metadata
 from torch.nn import functional
 
-from blockferry.engine.attention.base import AttentionMetadata
 from blockferry.engine.attention.reference import ReferenceAttention
-
-
-def _metadata(query_lens, seq_lens, table, block_size):
-    starts = [0, *itertools.accumulate(query_lens)]
-    slots = [
-        int(table[row, position // block_size]) * block_size + position % block_size
-        for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens))
-        for position in range(seq_len - query_len, seq_len)
-    ]
-    return AttentionMetadata(
-        num_rows=len(query_lens),
-        num_decode_rows=sum(query_len == 1 for query_len in query_lens),
-        num_tokens=starts[-1],
-        max_query_len=max(query_lens),
-        max_seq_len=max(seq_lens),
-        query_start_R1=torch.tensor(starts, dtype=torch.int32),
-        seq_lens_R=torch.tensor(seq_lens, dtype=torch.int32),
-        block_table_RM=table,
-        slot_mapping_T=torch.tensor(slots),
-        query_lens=list(query_lens),
-        seq_lens=list(seq_lens),
-    )
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 11])
@@ -44,7 +21,7 @@ def test_chunks_over_pages_equal_torch_attention_over_the_whole_sequence(chunk):
     outs = []
     for start in range(0, seq_len, chunk):
         end = min(start + chunk, seq_len)
-        metadata = _metadata([end - start], [end], table, block_size)
+        metadata = make_metadata([end - start], [end], table, block_size=block_size)
         part = slice(start, end)
         outs.append(
             ReferenceAttention().forward(q[part], k[part], v[part], kv_cache=kv_cache, metadata=metadata, scale=scale)
@@ -57,7 +34,7 @@ def test_chunks_over_pages_equal_torch_attention_over_the_whole_sequence(chunk):
 
 def test_padding_slots_are_not_written():
     kv_cache = torch.zeros(3, 1, 4, 8)
-    metadata = _metadata([1], [1], torch.tensor([[2]], dtype=torch.int32), 4)
+    metadata = make_metadata([1], [1], torch.tensor([[2]], dtype=torch.int32), block_size=4)
     metadata.slot_mapping_T.fill_(-1)
     ones = torch.ones(1, 1, 4)
     ReferenceAttention().forward(ones, ones, ones, kv_cache=kv_cache, metadata=metadata, scale=1.0)
