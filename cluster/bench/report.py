@@ -75,13 +75,17 @@ class Report:
             Path(target).write_text(text, encoding="utf-8")
 
     def print_table(self, console: Console | None = None) -> None:
-        """Print one row per result; columns are the parameters that any of them has."""
-        columns = list(dict.fromkeys(key for result in self.results for key in result.params))
-        table = Table(title=f"blockferry {self.command}")
+        """Print one row per result; parameters that all share stand in the caption, the others in columns."""
+        every = list(dict.fromkeys(key for result in self.results for key in result.params))
+        values = {key: {result.params.get(key) for result in self.results} for key in every}
+        columns = [key for key in every if len(values[key]) > 1]
+        shared = {key: next(iter(values[key])) for key in every if len(values[key]) == 1}
+        caption = ", ".join(f"{key} {_cell(value)}" for key, value in shared.items() if value is not None)
+        table = Table(title=f"blockferry {self.command}", caption=caption)
         for heading in ["name", *columns]:
-            table.add_column(heading)
-        table.add_column("value", justify="right")
-        table.add_column("unit")
+            table.add_column(heading, no_wrap=heading == "name")
+        table.add_column("value", justify="right", no_wrap=True)
+        table.add_column("unit", no_wrap=True)
         for result in self.results:
             cells = [_cell(result.params.get(column)) for column in columns]
             table.add_row(result.name, *cells, f"{result.value:,.4g}", result.unit)
@@ -90,41 +94,51 @@ class Report:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
-    """A line chart: one line per distinct value of `series` and per name, x from the parameter `x`."""
+    """Line charts, one below the other for each unit; x is a parameter, lines differ in name or parameters."""
 
     path: Path
     x: str
-    series: str = ""  # parameter that tells lines apart; "": only names do
+    series: str = ""  # the parameter that tells lines apart; "": every one that differs among a name's results
     names: tuple[str, ...] = ()  # results to draw; all when empty
     is_log_x: bool = True
     title: str = ""
 
     def draw(self, results: Sequence[Result]) -> None:
         """Write the picture. Raises ValueError without matplotlib or when nothing has the x parameter."""
-        chosen = [r for r in results if self.x in r.params and (not self.names or r.name in self.names)]
+        chosen = [r for r in results if r.params.get(self.x) is not None and (not self.names or r.name in self.names)]
         if not chosen:
             raise ValueError(f"no result has the parameter {self.x!r}, the plot's x axis; nothing to draw")
         try:
             from matplotlib.figure import Figure  # a heavy import, only for --plot
         except ImportError as error:
             raise ValueError("--plot needs matplotlib; install blockferry[plot]") from error
-        figure = Figure(figsize=(8, 5), layout="constrained")
-        axes = figure.subplots()
-        lines: dict[str, list[Result]] = {}
-        for result in chosen:
-            label = f"{result.name} {result.params.get(self.series, '')}".strip() if self.series else result.name
-            lines.setdefault(label, []).append(result)
-        for label, line in lines.items():
-            points = sorted((float(r.params[self.x] or 0), r.value) for r in line)
-            axes.plot([p[0] for p in points], [p[1] for p in points], marker="o", label=label)
-        if self.is_log_x:
-            axes.set_xscale("log", base=2)
-        axes.set_xlabel(self.x)
-        axes.set_ylabel(", ".join(dict.fromkeys(r.unit for r in chosen)))
-        axes.set_title(self.title)
-        axes.grid(visible=True, alpha=0.3)
-        axes.legend()
+        units = list(dict.fromkeys(result.unit for result in chosen))
+        figure = Figure(figsize=(8, 1 + 3.5 * len(units)), layout="constrained")
+        for axes, unit in zip(figure.subplots(len(units), squeeze=False).flat, units):
+            for label, line in self._lines([result for result in chosen if result.unit == unit]).items():
+                points = sorted((float(r.params[self.x] or 0), r.value) for r in line)
+                axes.plot([p[0] for p in points], [p[1] for p in points], marker="o", label=label)
+            if self.is_log_x:
+                axes.set_xscale("log", base=2)
+            axes.set_xlabel(self.x)
+            axes.set_ylabel(unit)
+            axes.grid(visible=True, alpha=0.3)
+            axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+        figure.suptitle(self.title)
         figure.savefig(self.path, dpi=120)
+
+    def _lines(self, results: Sequence[Result]) -> dict[str, list[Result]]:
+        lines: dict[str, list[Result]] = {}
+        for result in results:
+            keys = [self.series] if self.series else self._varying(results, result.name)
+            label = " ".join([result.name, *(str(result.params.get(key, "")) for key in keys)]).strip()
+            lines.setdefault(label, []).append(result)
+        return lines
+
+    def _varying(self, results: Sequence[Result], name: str) -> list[str]:
+        """Parameters besides x that differ among the results of one name."""
+        same = [result.params for result in results if result.name == name]
+        return [key for key in same[0] if key != self.x and len({params.get(key) for params in same}) > 1]
 
 
 def emit(report: Report, *, json_target: Path | str | None, plot: Plot | None = None) -> None:

@@ -27,6 +27,7 @@ from blockferry.cluster.bench.report import ParamValue, Plot, Report, Result
 
 FIRST_RANDOM_ID = 256  # below are the special tokens of most vocabularies
 MAX_PROMPTS = 1_000_000
+PLOTTED = ("output_throughput", "total_throughput", "ttft", "tpot", "e2e")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,9 +263,9 @@ def _statistics(values: Sequence[float]) -> dict[str, float]:
 
 
 def plot_of(configs: Sequence[ServeBenchConfig], path: Path) -> Plot:
-    """Throughput over what varies between the configurations."""
+    """Throughput and latencies over what varies between the configurations."""
     x = "concurrency" if all(config.rate_per_s is None for config in configs) else "rate_per_s"
-    return Plot(path=path, x=x, names=("output_throughput", "total_throughput"), title="Throughput of the server")
+    return Plot(path=path, x=x, series="statistic", names=PLOTTED, title="Throughput and latency of the server")
 
 
 def _progress(console: Console) -> Progress:
