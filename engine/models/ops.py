@@ -21,7 +21,8 @@ class LayerOps(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (normed, residual'): residual' = x (+ residual), normed = rmsnorm(residual') * weight.
 
-        Computed in float32, returned in x's dtype. x and residual may be overwritten or returned.
+        Computed in float32, returned in x's dtype. x and residual may be overwritten or returned; without a
+        residual, x keeps its values.
         """
 
     def rms_norm_heads(self, x_THD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:

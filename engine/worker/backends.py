@@ -1,4 +1,4 @@
-"""Picks the kernels of a device: the one place that knows which attention backend and layer ops exist."""
+"""Picks the kernels of a device: the one place that knows which attention backends and layer ops exist."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import torch
 
 from blockferry.engine.attention.base import AttentionBackend
 from blockferry.engine.attention.cpu import CpuAttention
-from blockferry.engine.attention.reference import ReferenceAttention
 from blockferry.engine.config import Device, DType
 from blockferry.engine.models.ops import LayerOps, TorchOps
 
@@ -15,10 +14,17 @@ TORCH_DTYPES = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16, DT
 
 def attention_backend(device: Device) -> AttentionBackend:
     """The attention backend of a device."""
-    return CpuAttention() if device is Device.CPU else ReferenceAttention()
+    if device is Device.CPU:
+        return CpuAttention()
+    from blockferry.engine.attention.triton import TritonAttention  # loads Triton, which CPU workers never need
+
+    return TritonAttention()
 
 
 def layer_ops(device: Device) -> LayerOps:
     """The layer operations of a device."""
-    del device
-    return TorchOps()
+    if device is Device.CPU:
+        return TorchOps()
+    from blockferry.engine.models.triton_ops import TritonOps  # loads Triton, which CPU workers never need
+
+    return TritonOps()

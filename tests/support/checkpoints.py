@@ -19,7 +19,7 @@ _COMMON: dict[str, Any] = {
     "num_attention_heads": 9,
     "num_key_value_heads": 3,
     "max_position_embeddings": 256,
-    "initializer_range": 0.08,
+    "initializer_range": 0.16,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
@@ -39,6 +39,7 @@ FAMILIES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] 
         transformers.LlamaConfig,
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
     ),
+    "one_kv_head": (transformers.LlamaConfig, {"num_key_value_heads": 1}),
     "mistral": (transformers.MistralConfig, {"sliding_window": None, "head_dim": 16}),
     "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (transformers.Qwen3Config, {"head_dim": 16}),

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from blockferry.connectors.base import PoolLayout
 from blockferry.engine.config import DType
 from blockferry.engine.request import SamplingParams
 from blockferry.engine.wire import BlockDeltas, NewRow, StepPlan, StepResult, pack, plan_from_bytes
 from blockferry.engine.worker.spec import WorkerSpec
 from blockferry.engine.worker.worker import Worker
 
+UNKNOWN = -1  # a sampled token: its worker knows it, a scheduler need not
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=1 << 30)
 
 
@@ -90,6 +92,8 @@ class PlanMaker:
                 deltas.append((0, sequence.row, len(sequence.blocks), self._free[0]))
                 sequence.blocks.append(self._free.pop(0))
             sample.append(sequence.num_computed == len(sequence.token_ids))
+            if sample[-1]:
+                sequence.token_ids.append(UNKNOWN)
         freed, self._freed = self._freed, []
         self._step_id += 1
         columns = np.array(deltas, np.int32).reshape(-1, 4).T
@@ -105,19 +109,10 @@ class PlanMaker:
         )
         return plan_from_bytes(pack(plan))  # as it arrives over the wire
 
-    def learn(self, chunks: Sequence[tuple[Running, int]], result: StepResult) -> None:
-        """Append a step's tokens."""
-        tokens = iter(result.token_ids.tolist())
-        for sequence, _ in chunks:
-            if sequence.num_computed == len(sequence.token_ids):
-                sequence.token_ids.append(next(tokens))
-        assert next(tokens, None) is None, result
 
-
-def run_to_length(
-    worker: Worker, maker: PlanMaker, sequences: Sequence[Running], *, num_output: int, chunk: int
-) -> Iterator[StepResult]:
-    """Step all sequences, at most `chunk` tokens of each, until every one has num_output output tokens."""
+def plans_to_length(maker: PlanMaker, sequences: Sequence[Running], *, num_output: int, chunk: int) -> list[StepPlan]:
+    """Plans that bring every sequence to num_output output tokens, at most `chunk` tokens of each a step."""
+    plans = []
     while True:
         chunks = [
             (sequence, min(chunk, len(sequence.token_ids) - sequence.num_computed))
@@ -125,24 +120,48 @@ def run_to_length(
             if len(sequence.token_ids) - sequence.num_prompt_tokens < num_output
         ]
         if not chunks:
-            return
-        result = worker.execute(maker.plan(chunks))
+            return plans
+        plans.append(maker.plan(chunks))
+
+
+def outputs_by_row(plans: Sequence[StepPlan], results: Sequence[StepResult | None]) -> dict[int, list[int]]:
+    """Sampled tokens of each row over all steps."""
+    outputs: dict[int, list[int]] = {}
+    for plan, result in zip(plans, results, strict=True):
         assert result is not None
-        maker.learn(chunks, result)
-        yield result
+        for row, token in zip(plan.rows[plan.sample].tolist(), result.token_ids.tolist(), strict=True):
+            outputs.setdefault(row, []).append(token)
+    return outputs
 
 
 def generate(
     worker: Worker, prompts: Sequence[Sequence[int]], *, num_output: int, chunk: int, sampling: SamplingParams = GREEDY
 ) -> list[list[int]]:
-    """Outputs of prompts run together, row numbers in reverse order."""
+    """Outputs of prompts that run together, row numbers in reverse order; the rows are free again afterwards."""
     layout = worker.layout()
     maker = PlanMaker(num_blocks=layout.num_blocks, block_size=layout.block_size)
-    rows = range(worker.spec.max_rows)
-    sequences = [maker.start(row, prompt, sampling) for row, prompt in zip(reversed(rows), prompts, strict=False)]
-    for _ in run_to_length(worker, maker, sequences, num_output=num_output, chunk=chunk):
-        pass
+    rows = list(reversed(range(worker.spec.max_rows)))[: len(prompts)]
+    sequences = [maker.start(row, prompt, sampling) for row, prompt in zip(rows, prompts, strict=True)]
+    plans = plans_to_length(maker, sequences, num_output=num_output, chunk=chunk)
+    outputs = outputs_by_row(plans, [worker.execute(plan) for plan in plans])
     for sequence in sequences:
         maker.release(sequence)
     worker.execute(maker.plan([]))
-    return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]
+    return [outputs[row] for row in rows]
+
+
+def execute_all(spec: WorkerSpec, plans: Sequence[StepPlan]) -> RankReport:
+    """Start a worker, run plans, close it; importable by rank processes."""
+    worker = start_worker(spec)
+    try:
+        return RankReport(results=[worker.execute(plan) for plan in plans], layout=worker.layout())
+    finally:
+        worker.close()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """What one rank did."""
+
+    results: list[StepResult | None]
+    layout: PoolLayout
