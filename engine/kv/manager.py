@@ -151,9 +151,7 @@ class KVCacheManager:
 
     def lookup(self, hashes: RequestHashes, num_tokens: int) -> PrefixHit:
         """Longest cached prefix of a sequence of num_tokens: at most num_tokens - 1, in whole blocks."""
-        hit = self._coordinator.find_hit(
-            hashes.digests, min(num_tokens - 1, len(hashes.digests) * self._hash_block_size)
-        )
+        hit = self._coordinator.find_hit(hashes.digests, max(0, num_tokens - 1))
         self._num_queried_tokens += num_tokens
         self._num_hit_tokens += hit.num_tokens
         return hit
