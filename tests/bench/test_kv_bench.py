@@ -1,0 +1,26 @@
+"""The ledger's benchmark: names and parameters that others parse. No speed is asserted here."""
+
+from blockferry.cluster.bench.kv import KvBenchConfig, run_kv_bench
+
+TINY = KvBenchConfig(
+    decode_rows=(4,),
+    scheduler_rows=(4,),
+    num_prefill_tokens=64,
+    prefill_shares=(0.0, 0.5),
+    num_churn_requests=40,
+    num_pool_blocks=4096,
+    num_runs=2,
+)
+
+
+def test_every_documented_result_is_there_with_its_parameters() -> None:
+    started: list[str] = []
+    report = run_kv_bench(TINY, started.append).to_json()
+    assert report["command"] == "bench kv"
+    params = {result["name"]: set(result["params"]) for result in report["results"]}
+    assert list(params) == ["decode_step", "scheduler_step", "prefill", "churn", "pool_start", "pool_bytes"]
+    assert params["decode_step"] >= {"rows", "groups"}
+    assert params["scheduler_step"] >= {"rows"}
+    assert params["prefill"] >= {"tokens", "shared", "groups"}
+    assert all(result["value"] > 0 for result in report["results"])
+    assert len(started) == 7
