@@ -97,13 +97,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     def commit(self, data):
         self.cluster.commit(data.draw(st.sampled_from(sorted(self.cluster.instances))))
 
-    @rule(num_steps=st.integers(1, 8))
-    def run(self, num_steps):
-        for _ in range(num_steps):
-            for instance_id in self.cluster.instances:
-                self.cluster.plan(instance_id)
-                self.cluster.execute(instance_id)
-                self.cluster.commit(instance_id)
+    @rule(seed=st.integers(0, 1 << 16), num_actions=st.integers(1, 40))
+    def churn(self, seed, num_actions):
+        generator = np.random.default_rng(seed)
+        instance_ids = sorted(self.cluster.instances)
+        actions = [self.cluster.plan, self.cluster.execute, self.cluster.commit]
+        for _ in range(num_actions):
+            actions[generator.integers(3)](instance_ids[generator.integers(len(instance_ids))])
+            self.cluster.check()
 
     @rule(seconds=st.sampled_from([0.1, 5.0, 20.0, 40.0, 100.0]))
     def let_time_pass(self, seconds):

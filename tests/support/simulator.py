@@ -287,9 +287,9 @@ class SimCluster:
         command = transfer.command
         if state is TransferState.DONE and not transfer.can_land(self.now_s):
             state = TransferState.FAILED
-        if state is TransferState.DONE and rank == 0:
-            self._move(command)
-        elif state is not TransferState.DONE:
+        if state is TransferState.DONE:
+            self._move(command)  # every rank moves all of it
+        else:
             self.spoil(transfer)
         event = TransferEvent(
             transfer_id=command.transfer_id,
