@@ -1,9 +1,9 @@
-"""The CPU attention backend: keys and values go into the pages, rows attend from them.
+"""The CPU attention backend: decode rows attend from the pages in one jitted kernel, prefill rows gather first.
 
-Owns no state. float32 computes scores and softmax in float32; half types accumulate in float32.
+float32 computes scores and softmax in float32; half types accumulate in float32.
 
-Legend: T tokens of the step, R rows, Q tokens of one row in this step, S tokens of one row in all (longest of a batch),
-H query heads, K kv heads, D head dim, B blocks, N block size, M blocks of the longest row.
+Legend: T tokens of the step, R rows, Q tokens of one row in this step, S tokens of one row in all, H query heads, K kv
+heads, G query heads per kv head, D head dim, B blocks, N block size, M blocks of the longest row.
 """
 
 from __future__ import annotations
@@ -12,10 +12,22 @@ import torch
 from torch.nn import functional
 
 from blockferry.engine.attention.base import AttentionBackend, AttentionMetadata
+from blockferry.engine.config import cache_dir
+from blockferry.kernels.cpu_kv_write import KvWrite
+from blockferry.kernels.cpu_launch import KernelStore, Launcher
+from blockferry.kernels.cpu_paged_decode import PagedDecode, decode_oracle
 
 
 class CpuAttention(AttentionBackend):
-    """Paged attention on CPU threads. Called by the worker's model thread only."""
+    """Paged attention on torch's CPU threads. Called by the worker's model thread only.
+
+    Kernels are compiled at their first use on a machine, a few seconds, and kept in the cache folder.
+    """
+
+    def __init__(self) -> None:
+        launcher = Launcher(KernelStore(cache_dir() / "kernels"))
+        self._decode = PagedDecode(launcher)
+        self._write = KvWrite(launcher)
 
     def forward(
         self,
@@ -28,75 +40,73 @@ class CpuAttention(AttentionBackend):
         scale: float,
     ) -> torch.Tensor:
         """Returns [T, H, D]; see AttentionBackend. Tokens past num_tokens come back undefined."""
-        write_pages(k_TKD, v_TKD, kv_cache, metadata.slot_mapping_T)
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
-        num_decode_rows = metadata.num_decode_rows
-        if num_decode_rows:
-            out_THD[:num_decode_rows] = decode_padded(q_THD[:num_decode_rows], kv_cache, metadata, scale)
-        start = num_decode_rows
-        for row in range(num_decode_rows, metadata.num_rows):
-            tokens = slice(start, start + metadata.query_lens[row])
-            out_THD[tokens] = prefill_row(
-                q_THD[tokens], kv_cache, metadata.block_table_RM[row], seq_len=metadata.seq_lens[row], scale=scale
-            )
-            start = tokens.stop
+        rows = metadata.num_decode_rows
+        if rows == metadata.num_tokens == len(q_THD):  # all of it: nothing to slice
+            self._decode_rows((q_THD, k_TKD, v_TKD), kv_cache, metadata, scale, out_THD=out_THD)
+            return out_THD
+        if rows:
+            qkv = (q_THD[:rows], k_TKD[:rows], v_TKD[:rows])
+            self._decode_rows(qkv, kv_cache, metadata, scale, out_THD=out_THD[:rows])
+        tokens = slice(rows, metadata.num_tokens)
+        self._write(k_TKD[tokens], v_TKD[tokens], kv_cache, metadata.slot_mapping_T[tokens])
+        start = rows
+        for row in range(rows, metadata.num_rows):
+            query = slice(start, start + metadata.query_lens[row])
+            kv_KSC = gather_row(kv_cache, metadata.block_table_RM[row], seq_len=metadata.seq_lens[row])
+            out_THD[query] = attend_row(q_THD[query], kv_KSC, scale)
+            start = query.stop
         return out_THD
 
-
-def write_pages(k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv_cache: torch.Tensor, slot_mapping_T: torch.Tensor) -> None:
-    """Store keys and values at their slots; negative slots are padding."""
-    block_size = kv_cache.shape[2]
-    kv_TKC = torch.cat((k_TKD, v_TKD), dim=-1)[: len(slot_mapping_T)]
-    if len(slot_mapping_T) and int(slot_mapping_T.min()) < 0:
-        kept = slot_mapping_T >= 0
-        kv_TKC, slot_mapping_T = kv_TKC[kept], slot_mapping_T[kept]
-    block_T = torch.div(slot_mapping_T, block_size, rounding_mode="floor")
-    kv_cache[block_T, :, slot_mapping_T - block_T * block_size] = kv_TKC
-
-
-def decode_padded(
-    q_RHD: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata, scale: float
-) -> torch.Tensor:
-    """[R, H, D]: one query per row, every row padded to the longest."""
-    num_rows, head_dim, block_size = len(q_RHD), q_RHD.shape[2], kv_cache.shape[2]
-    max_seq_len = max(metadata.seq_lens[:num_rows])
-    num_columns = -(-max_seq_len // block_size)
-    seq_lens_R = metadata.seq_lens_R[:num_rows, None]
-    in_use_RM = torch.arange(num_columns) * block_size < seq_lens_R
-    blocks_RM = metadata.block_table_RM[:num_rows, :num_columns].where(in_use_RM, 0)
-    kv_RKSC = kv_cache[blocks_RM].transpose(1, 2).flatten(2, 3)
-    visible_RS = torch.arange(kv_RKSC.shape[2]) < seq_lens_R
-    # a masked weight of 0 times an undefined inf or NaN of an unwritten slot would still be NaN
-    kv_RKSC = kv_RKSC.masked_fill(~visible_RS[:, None, :, None], 0)
-    out_RH1D = functional.scaled_dot_product_attention(
-        q_RHD[:, :, None],
-        kv_RKSC[..., :head_dim],
-        kv_RKSC[..., head_dim:],
-        attn_mask=visible_RS[:, None, None],
-        scale=scale,
-        enable_gqa=True,
-    )
-    return out_RH1D[:, :, 0]
+    def _decode_rows(
+        self,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        *,
+        out_THD: torch.Tensor,
+    ) -> None:
+        """Write and attend the decode rows, which are exactly the tokens of qkv and out."""
+        q_RHD, k_RKD, v_RKD = qkv
+        num_rows = len(q_RHD)
+        block_table_RM, seq_lens_R = metadata.block_table_RM, metadata.seq_lens_R
+        if self._decode.accepts(q_RHD, k_RKD, v_RKD, kv_cache):
+            self._decode(
+                qkv,
+                kv_cache,
+                block_table_RM=block_table_RM,
+                seq_lens_R=seq_lens_R,
+                slot_mapping_R=metadata.slot_mapping_T,
+                scale=scale,
+                out_RHD=out_THD,
+            )
+            return
+        self._write(k_RKD, v_RKD, kv_cache, metadata.slot_mapping_T[:num_rows])
+        out_THD[:] = decode_oracle(
+            q_RHD, kv_cache, block_table_RM=block_table_RM[:num_rows], seq_lens_R=seq_lens_R[:num_rows], scale=scale
+        )
 
 
-def prefill_row(
-    q_QHD: torch.Tensor, kv_cache: torch.Tensor, block_table_M: torch.Tensor, *, seq_len: int, scale: float
-) -> torch.Tensor:
-    """[Q, H, D]: causal attention of the last Q of a row's seq_len tokens."""
-    num_queries, head_dim, block_size = len(q_QHD), q_QHD.shape[2], kv_cache.shape[2]
-    blocks = block_table_M[: -(-seq_len // block_size)]
-    kv_KSC = kv_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :seq_len]
+def gather_row(kv_cache: torch.Tensor, block_table_M: torch.Tensor, *, seq_len: int) -> torch.Tensor:
+    """[K, S, 2*D]: one row's keys and values, copied out of its pages."""
+    blocks = block_table_M[: -(-seq_len // kv_cache.shape[2])]
+    return kv_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :seq_len]
+
+
+def attend_row(q_QHD: torch.Tensor, kv_KSC: torch.Tensor, scale: float) -> torch.Tensor:
+    """[Q, H, D]: causal attention of the last Q of a row's S tokens."""
+    num_queries, num_heads, head_dim = q_QHD.shape
+    num_kv_heads, seq_len, _ = kv_KSC.shape
+    group_size = num_heads // num_kv_heads
+    # grouped heads as a batch of views: enable_gqa would copy every key and value for each query head
+    q_KGQD = q_QHD.view(num_queries, num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3)
+    k_KGSD, v_KGSD = kv_KSC[:, None].expand(-1, group_size, -1, -1).tensor_split(2, dim=-1)
     mask_QS = None
     if 1 < num_queries < seq_len:
-        last_Q = torch.arange(seq_len - num_queries, seq_len)
-        mask_QS = torch.arange(seq_len) <= last_Q[:, None]
-    out_1HQD = functional.scaled_dot_product_attention(
-        q_QHD.transpose(0, 1)[None],
-        kv_KSC[None, ..., :head_dim],
-        kv_KSC[None, ..., head_dim:],
-        attn_mask=mask_QS,
-        is_causal=num_queries == seq_len > 1,
-        scale=scale,
-        enable_gqa=True,
+        visible_QS = torch.ones(num_queries, seq_len, dtype=torch.bool).tril(seq_len - num_queries)
+        mask_QS = torch.zeros(num_queries, seq_len, dtype=q_QHD.dtype).masked_fill(~visible_QS, -torch.inf)
+    out_KGQD = functional.scaled_dot_product_attention(
+        q_KGQD, k_KGSD, v_KGSD, attn_mask=mask_QS, is_causal=num_queries == seq_len > 1, scale=scale
     )
-    return out_1HQD[0].transpose(0, 1)
+    return out_KGQD.flatten(0, 1).transpose(0, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -89,15 +90,41 @@ def test_every_page_layout_gives_the_same_output(layout):
     run_both([1, 1, 9], [20, 33, 21], num_decode_rows=2, layout=layout)
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (9, 3), (5, 1), (16, 2)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("head_dim", "num_heads", "num_kv_heads", "dtype"),
+    [(32, 4, 4, torch.bfloat16), (64, 9, 3, torch.bfloat16), (80, 5, 1, torch.bfloat16), (128, 16, 2, torch.float32)],
+)
 def test_every_head_shape_matches_the_reference(head_dim, num_heads, num_kv_heads, dtype):
     run_both(
-        [1, 1, 5], [17, 40, 12], num_decode_rows=2, head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads,
+        [1, 1, 5], [17, 140, 12], num_decode_rows=2, head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads,
         dtype=dtype,
     )  # fmt: skip
 
 
 def test_prefill_only_step_matches_the_reference():
     run_both([40, 3], [40, 19], num_decode_rows=0)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_decode_rows_do_not_depend_on_other_rows_or_threads(num_threads):
+    attention = CpuAttention()
+    metadata = make_metadata([1] * 9, [200] * 9, block_size=16, num_decode_rows=9)
+    pool = torch.randn(9 * 13 + 1, 2, 16, 128).bfloat16()
+    q, k, v = torch.randn(9, 10, 64).bfloat16().split((6, 2, 2), dim=1)
+    last = dataclasses.replace(
+        metadata,
+        num_rows=1,
+        num_decode_rows=1,
+        num_tokens=1,
+        seq_lens_R=metadata.seq_lens_R[8:],
+        block_table_RM=metadata.block_table_RM[8:],
+        slot_mapping_T=metadata.slot_mapping_T[8:],
+    )
+    alone = attention.forward(q[8:], k[8:], v[8:], kv_cache=pool, metadata=last, scale=0.1)
+    previous = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        together = attention.forward(q, k, v, kv_cache=pool, metadata=metadata, scale=0.1)
+    finally:
+        torch.set_num_threads(previous)
+    assert torch.equal(alone[0], together[8])

@@ -1,0 +1,122 @@
+"""Compiled CPU kernels: machine code kept on disk, called in about a microsecond on torch's own OpenMP threads.
+
+A kernel is `void kernel(int64_t *arguments)`: slot 0 counts the work items taken, slot 1 is their number, the rest is
+the kernel's own. Every thread takes items until none is left, so an item must be computed the same way whoever
+takes it. numba's thread pools are not used: a second pool would fight with torch's for the cores.
+
+    one thread     kernel(arguments)
+    n threads      GOMP_parallel(kernel, arguments, n)     the pool that torch's operators run on
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import msgpack
+import numba
+import numpy as np
+import torch
+from numba import cfunc, njit, types
+from numba.core.registry import cpu_target
+
+from blockferry.kernels.cpu_vector import fetch_add, load_i64
+
+FIRST_ARGUMENT = 2
+PARALLEL_BYTES = 1 << 17  # less memory traffic than this is not worth waking threads for (about 10 us)
+_MAX_WORDS = 32
+_KERNEL_TYPE = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)  # keeps the GIL: kernels are short
+
+
+def compile_kernel(item: Callable[[int, int], None]) -> Any:
+    """A numba C callback from `item(arguments, index)`; takes up to seconds."""
+    run_item = njit(types.void(types.intp, types.intp), error_model="numpy")(item)
+
+    def take_items(arguments: int) -> None:
+        index = fetch_add(arguments)
+        while index < load_i64(arguments, 1):
+            run_item(arguments, index)
+            index = fetch_add(arguments)
+
+    return cfunc(types.void(types.intp), error_model="numpy")(take_items)
+
+
+class KernelStore:
+    """Machine code by name: from `folder` where an equal source was compiled before for this kind of CPU."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._codegen = cpu_target.target_context.codegen()
+        digest = hashlib.sha256(repr((numba.__version__, llvmlite.__version__, self._codegen.magic_tuple())).encode())
+        for source in sorted(Path(__file__).parent.glob("cpu_*.py")):
+            digest.update(source.read_bytes())
+        self._version = digest.hexdigest()[:16]
+
+    def get(self, name: str, build: Callable[[], Any]) -> CompiledKernel:
+        """The kernel `name`, built by build() (a compile_kernel result) if the folder has none of this version."""
+        path = self._folder / f"{name}-{self._version}.bin"
+        if path.exists():
+            library_name, symbol, code, bitcode = msgpack.unpackb(path.read_bytes())
+            library = self._codegen.unserialize_library((library_name, "object", (code, bitcode)))
+            return CompiledKernel(library.get_pointer_to_function(symbol), library)
+        kernel = build()
+        library_name, _, (code, bitcode) = kernel._library.serialize_using_object_code()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_bytes(msgpack.packb((library_name, kernel.native_name, code, bitcode)))
+        partial.replace(path)  # other workers may be compiling the same
+        return CompiledKernel(kernel.address, kernel)
+
+
+class CompiledKernel:
+    """The address of a kernel and whatever keeps its machine code alive."""
+
+    def __init__(self, address: int, owner: Any) -> None:
+        self.address = address
+        self.function = _KERNEL_TYPE(address)
+        self._owner = owner
+
+
+class Launcher:
+    """Runs kernels for one thread; owns the argument block that they read."""
+
+    def __init__(self, store: KernelStore) -> None:
+        self.store = store
+        self._words: Any = np.zeros(_MAX_WORDS, np.int64)
+        self._address: int = self._words.ctypes.data
+        self._parallel = _load_parallel()
+        self._pack = [struct.Struct(f"={length}q").pack_into for length in range(_MAX_WORDS + 1)]
+
+    def run(self, kernel: CompiledKernel, num_threads: int, num_items: int, arguments: tuple[int, ...]) -> None:
+        """Compute items 0..num_items-1; returns when all are done."""
+        self._pack[len(arguments) + FIRST_ARGUMENT](self._words, 0, 0, num_items, *arguments)
+        if num_threads > 1 and self._parallel is not None:
+            self._parallel(kernel.address, self._address, num_threads, 0)
+        else:
+            kernel.function(self._address)
+
+
+def choose_num_threads(num_bytes: int) -> int:
+    """Threads for a kernel that moves num_bytes: torch's number, or one where waking others costs more."""
+    return torch.get_num_threads() if num_bytes >= PARALLEL_BYTES else 1
+
+
+def float_bits(value: float) -> int:
+    """The float32 bits of a number, as an argument that a kernel reads with load_scalar(arguments, 2 * slot)."""
+    return int(struct.unpack("<i", struct.pack("<f", value))[0])
+
+
+def _load_parallel() -> Any | None:
+    """GOMP_parallel of the OpenMP runtime that torch brings, or None where it brings another."""
+    for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
+        function = ctypes.PyDLL(str(path)).GOMP_parallel
+        function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        function.restype = None
+        return function
+    return None
