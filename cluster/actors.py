@@ -8,7 +8,6 @@ has a blocking run() whose end is the actor's end, so that whoever holds its ref
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
 import os
@@ -18,11 +17,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-import uvicorn
 
-from blockferry.cluster.api.app import create_app
-from blockferry.cluster.api.served_model import ServedModel
-from blockferry.cluster.engine_client import ZmqEngineClient
+from blockferry.cluster.http_server import HttpServer
 from blockferry.cluster.placement import interface_of
 from blockferry.cluster.scheduler_host import SchedulerSettings, build_loop
 from blockferry.cluster.scheduler_loop import Endpoints, SchedulerLoop
@@ -202,62 +198,27 @@ def _first_line(error: BaseException) -> str:
 
 
 class ApiActor:
-    """The HTTP server. Binds its port when it is made, so that a busy one is reported before models load."""
+    """The HTTP server."""
 
     def __init__(self, model: ModelConfig, api: ApiConfig) -> None:
         _log_to_stderr()
-        self._model = model
-        self._api = api
-        self._socket = bind(api.host, api.port)
-        self._server: uvicorn.Server | None = None
-        self._is_ready = threading.Event()
+        self._server = HttpServer(model, api)
 
     def url(self) -> str:
         """Base URL of the server."""
-        host, port = self._socket.getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return self._server.url
 
     def run(self, endpoints: Endpoints, scheduler_node_id: str) -> None:
         """Serve until shutdown()."""
-        asyncio.run(self._serve(reachable(endpoints, node_id=scheduler_node_id)))
-
-    async def _serve(self, endpoint: str) -> None:
-        served = ServedModel.load(self._model, chat_template=self._api.chat_template)
-        client = ZmqEngineClient(endpoint)
-        await client.connect()
-        try:
-            config = uvicorn.Config(
-                create_app(client, served), log_level="warning", access_log=False, timeout_graceful_shutdown=2
-            )
-            self._server = uvicorn.Server(config)
-            self._is_ready.set()
-            # Ray's worker owns this process's signals
-            await self._server._serve([self._socket])
-        finally:
-            client.close()
+        self._server.run(reachable(endpoints, node_id=scheduler_node_id))
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Whether the server answers within timeout_s."""
-        return self._is_ready.wait(timeout_s)
+        return self._server.wait_ready(timeout_s)
 
     def shutdown(self) -> None:
         """End run() soon."""
-        if self._server is not None:
-            self._server.should_exit = True
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises OSError with one clear line when the port is taken or the host is not ours."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(1024)
-    except OSError as error:
-        listener.close()
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; set api.host and api.port") from None
-    return listener
+        self._server.stop()
 
 
 def _log_to_stderr() -> None:

@@ -17,7 +17,7 @@ import typer
 from typer._click.exceptions import ClickException
 
 from blockferry.cluster import cli_bench, cli_output
-from blockferry.cluster.interrupt import Interrupted, raise_on_signals
+from blockferry.cluster.interrupt import Interrupted, stop_signals
 from blockferry.cluster.launch_progress import Progress, Report
 from blockferry.engine.errors import BlockferryError
 
@@ -41,7 +41,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on
 def main() -> None:
     """Entry point: runs a command and exits with its code."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    raise_on_signals()
+    stop_signals.raise_at_once()
     try:
         code: Any = typer.main.get_command(app).main(cli_bench.fill_json_target(sys.argv[1:]), standalone_mode=False)
     except ClickException as error:
@@ -78,8 +78,9 @@ def serve(config: ConfigFile, address: Address = None) -> None:
             wish = Wish(deployment=deployment, file=config, address=address, with_api=True)
             running = stack.enter_context(deployed(wish, report))
         cli_output.print_line(f"{deployment.config.model.served_name} is served at {running.url}")
+        stack.enter_context(stop_signals.noted())
         while not (failure := running.find_failure(timeout_s=0.5)):
-            pass
+            stop_signals.check()
         raise LaunchError(failure)
 
 

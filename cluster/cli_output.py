@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from blockferry.cluster.check import Finding
     from blockferry.cluster.generate import Answer
 
+PIPE_COLUMNS = 160
+
 
 def print_error(message: str) -> None:
     """One line on stderr."""
@@ -101,12 +103,12 @@ def print_answers(answers: Sequence[Answer]) -> None:
             f"{answer.ttft_s * 1e3:.0f} ms",
             f"{answer.decode_tokens_per_s:.1f} tok/s",
         )
-    Console().print(table)
+    _wide_console().print(table)
 
 
 def print_status(deployments: Sequence[Mapping[str, Any]]) -> None:
     """A table of every deployment's instances."""
-    console = Console()
+    console = _wide_console()
     if not deployments:
         console.print("no deployment is running here; start one with `blockferry serve CONFIG.yaml`")
     for one in deployments:
@@ -134,6 +136,12 @@ def print_status(deployments: Sequence[Mapping[str, Any]]) -> None:
                 str(instance["num_preemptions"]),
             )
         console.print(table)
+
+
+def _wide_console() -> Console:
+    """Stdout; in a file or a pipe wide enough that no table column is cut."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPE_COLUMNS)
 
 
 def print_findings(findings: Sequence[Finding]) -> None:

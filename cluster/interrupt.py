@@ -1,9 +1,14 @@
-"""Signals as an exception: Ctrl-C and SIGTERM end whatever the main thread does, so that finally blocks clean up."""
+"""Signals that ask this process to stop, as an exception at a safe point.
+
+Ctrl-C, SIGTERM and SIGHUP raise Interrupted in the main thread, so that finally blocks clean up. Inside Ray's
+calls an exception from a handler would corrupt them: there signals are only noted, and check() raises.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 from collections.abc import Iterator
 from types import FrameType
 
@@ -18,22 +23,57 @@ class Interrupted(BaseException):
         self.exit_code = 128 + number
 
 
-def raise_on_signals() -> None:
-    """From now on a stopping signal raises Interrupted in the main thread. Call it again after ray.init()."""
-    for number in _SIGNALS:
-        signal.signal(number, _raise)
+class StopSignals:
+    """How stopping signals are taken. One per process, as signal handlers are; main thread only."""
 
+    def __init__(self) -> None:
+        self._noted: list[int] = []
 
-@contextlib.contextmanager
-def ignored_signals() -> Iterator[None]:
-    """Let a clean-up, whose waits all have limits, finish whatever signals arrive."""
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        raise_on_signals()
+    def raise_at_once(self) -> None:
+        """From now on a stopping signal raises Interrupted wherever the main thread is."""
+        for number in _SIGNALS:
+            signal.signal(number, _raise)
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Only note signals; check() raises them. Afterwards the handlers of before are back.
+
+        Elsewhere than in the main thread it changes nothing: signals are not delivered there.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in _SIGNALS}
+        self.renew()
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def renew(self) -> None:
+        """Note signals again after somebody (ray.init) has put another handler."""
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                signal.signal(number, self._note)
+
+    def check(self) -> None:
+        """Raises Interrupted when a signal has been noted; once."""
+        if self._noted:
+            number = self._noted[0]
+            self._noted.clear()
+            raise Interrupted(number)
+
+    def forget(self) -> None:
+        """Drop noted signals: whatever they asked for is being done."""
+        self._noted.clear()
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self._noted.append(number)
 
 
 def _raise(number: int, _frame: FrameType | None) -> None:
     raise Interrupted(number)
+
+
+stop_signals = StopSignals()  # signal handlers belong to the process, so their state does too

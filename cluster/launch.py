@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from blockferry.cluster import actors, placement
 from blockferry.cluster.actors import Place
 from blockferry.cluster.deployment import Deployment, is_disaggregated
+from blockferry.cluster.interrupt import stop_signals
 from blockferry.cluster.launch_progress import Progress, Report
 from blockferry.cluster.placement import PlacedInstance
 from blockferry.cluster.ray_session import NAMESPACE
@@ -292,6 +293,7 @@ def _start_scheduler(
     deadline_s = time.monotonic() + STEP_TIMEOUT_S
     while not ray.get(running.scheduler.is_complete.remote(), timeout=STEP_TIMEOUT_S):
         failure = running.find_failure(POLL_S)
+        stop_signals.check()
         if failure or time.monotonic() > deadline_s:
             raise LaunchError(failure or f"workers did not join the scheduler within {STEP_TIMEOUT_S:g} s")
 
@@ -317,6 +319,7 @@ def _gather(
     report(Progress(phase=phase, done=0, total=total))
     while pending:
         done, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_S)
+        stop_signals.check()
         for reference in done:
             failure = _failure_of(reference)
             if failure:

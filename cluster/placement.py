@@ -13,12 +13,14 @@ import dataclasses
 import fcntl
 import socket
 import struct
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from blockferry.cluster.interrupt import stop_signals
 from blockferry.engine.config import DeploymentConfig, InstanceConfig, Role
 from blockferry.engine.errors import BlockferryError
 
@@ -146,7 +148,7 @@ def reserve(instances: Sequence[PlacedInstance], *, name: str) -> dict[str, Plac
                 bundles, strategy="PACK", name=f"{name}:{instance.instance_id}"
             )
         for instance in instances:
-            if not groups[instance.instance_id].wait(RESERVE_TIMEOUT_S):
+            if not _is_ready(groups[instance.instance_id]):
                 raise PlacementError(
                     f"instance {instance.instance_id} found no place within {RESERVE_TIMEOUT_S:g} s: it needs "
                     f"{_words(stage_resources(instance.config))} on one node for each of "
@@ -156,6 +158,15 @@ def reserve(instances: Sequence[PlacedInstance], *, name: str) -> dict[str, Plac
         release(groups)
         raise
     return groups
+
+
+def _is_ready(group: PlacementGroup) -> bool:
+    deadline_s = time.monotonic() + RESERVE_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        if group.wait(0.25):
+            return True
+        stop_signals.check()
+    return False
 
 
 def release(groups: Mapping[str, PlacementGroup]) -> None:

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "blockferry"
 OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing large travels through it
 STOP_TIMEOUT_S = 10.0
+_AUTH_MODE = "RAY_AUTH_MODE"
 
 
 class RaySessionError(BlockferryError):
@@ -40,6 +41,7 @@ class RaySession:
 
     address: str  # of the GCS: what another shell connects to
     is_local: bool
+    auth_mode: str = ""  # RAY_AUTH_MODE that others need to connect; "": Ray's own choice
     _temp_dir: Path | None = None
     _before: frozenset[int] = frozenset()
 
@@ -63,7 +65,7 @@ def start_local(resources: Mapping[str, float]) -> RaySession:
     temp_dir = Path(tempfile.mkdtemp(prefix="blockferry-", dir="/tmp"))  # short: Unix socket paths end at 107
     session = RaySession(address="", is_local=True, _temp_dir=temp_dir, _before=before)
     custom = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    _prepare(auth_mode="token")  # Ray's default for local clusters, chosen aloud so that it prints nothing
     try:
         context: Any = ray.init(
             address="local",
@@ -83,12 +85,16 @@ def start_local(resources: Mapping[str, float]) -> RaySession:
             raise RaySessionError(f"cannot start a local Ray cluster: {_first_line(error)}") from error
         raise
     session.address = context.address_info["gcs_address"]
+    session.auth_mode = os.environ.get(_AUTH_MODE, "")
     return session
 
 
-def connect(address: str) -> RaySession:
-    """Connect to a running cluster, "auto" for the one of this machine. Raises RaySessionError."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+def connect(address: str, *, auth_mode: str = "") -> RaySession:
+    """Connect to a running cluster, "auto" for the one of this machine. Raises RaySessionError.
+
+    auth_mode is what RaySession.auth_mode says where the cluster was started; RAY_AUTH_MODE in the environment wins.
+    """
+    _prepare(auth_mode=auth_mode)
     try:
         context: Any = ray.init(
             address=address,
@@ -102,7 +108,17 @@ def connect(address: str) -> RaySession:
             f"no Ray cluster at {address!r}: {_first_line(error)}; start one with `ray up` or `ray start`, "
             "or leave out --address for a local one"
         ) from None
-    return RaySession(address=context.address_info["gcs_address"], is_local=False)
+    mode = os.environ.get(_AUTH_MODE, "")
+    return RaySession(address=context.address_info["gcs_address"], is_local=False, auth_mode=mode)
+
+
+def _prepare(*, auth_mode: str) -> None:
+    """Settings that Ray takes from the environment only; what the user has set stays."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    if auth_mode and _AUTH_MODE not in os.environ:
+        os.environ[_AUTH_MODE] = auth_mode
+        raylet: Any = importlib.import_module("ray._raylet")
+        raylet.Config.initialize("")  # Ray read the environment when it was imported
 
 
 def _first_line(error: BaseException) -> str:

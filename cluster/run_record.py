@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 from pathlib import Path
 
 from blockferry.engine.config import cache_dir
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,17 +27,7 @@ class RunRecord:
     client_endpoint: str
     url: str  # "" without an HTTP server
     pid: int  # of the process that brought it up
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether that process still runs."""
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            pass  # alive, and somebody else's
-        return True
+    ray_auth_mode: str = ""  # what RAY_AUTH_MODE must be to connect there
 
 
 def _folder() -> Path:
@@ -52,18 +45,28 @@ def write_record(record: RunRecord) -> Path:
 
 
 def read_records() -> list[RunRecord]:
-    """Notes of deployments whose process lives; removes the others."""
+    """Notes of deployments whose process lives; removes those of dead ones and skips another release's."""
     found = []
     for path in sorted(_folder().glob("*.json")):
         try:
-            record = RunRecord(**json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError):
-            record = None
-        if record is not None and record.is_alive:
-            found.append(record)
-        else:
-            path.unlink(missing_ok=True)
+            values = json.loads(path.read_text())
+            if not _is_alive(int(values["pid"])):
+                path.unlink(missing_ok=True)
+                continue
+            found.append(RunRecord(**values))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            logger.warning("skipped %s: %s", path, error)
     return found
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # alive, and somebody else's
+    return True
 
 
 def find_record(name: str) -> RunRecord | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from blockferry.cluster import launch, ray_session, run_record
 from blockferry.cluster.deployment import Deployment
-from blockferry.cluster.interrupt import ignored_signals, raise_on_signals
+from blockferry.cluster.interrupt import stop_signals
 from blockferry.cluster.launch import Running
 from blockferry.cluster.launch_progress import Progress, Report
 from blockferry.cluster.placement import name_instances, total_resources
@@ -49,35 +49,55 @@ def deployed(wish: Wish, report: Report) -> Iterator[Running]:
             f"deployment {config.name!r} already runs here (process {existing.pid}{_at(existing.url)}); "
             "stop that one, or change `name`"
         )
-    raise_on_signals()
+    opened = _Opened()
+    try:
+        with stop_signals.noted():
+            _open(wish, report, opened)
+            stop_signals.check()
+        assert opened.running is not None
+        yield opened.running
+    finally:
+        with stop_signals.noted():  # every wait of a clean-up has a limit: let it finish
+            opened.close()
+            stop_signals.forget()
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Opened:
+    """What has to be closed, in order of opening. Owned by deployed()."""
+
     session: RaySession | None = None
     running: Running | None = None
     record: Path | None = None
-    try:
-        report(Progress(phase="starting Ray" if wish.address is None else "connecting to Ray", done=0, total=1))
-        session = _open_session(wish)
-        raise_on_signals()  # ray.init put its own handler for SIGTERM
-        running = launch.launch(wish.deployment, report, with_api=wish.with_api)
-        record = run_record.write_record(
-            RunRecord(
-                name=config.name,
-                config_file=str(wish.file.resolve()),
-                model_path=str(config.model.path),
-                ray_address=session.address,
-                client_endpoint=running.client_endpoint,
-                url=running.url,
-                pid=os.getpid(),
-            )
+
+    def close(self) -> None:
+        if self.record is not None:
+            self.record.unlink(missing_ok=True)
+        if self.running is not None:
+            self.running.close("the deployment is being stopped")
+        if self.session is not None:
+            self.session.close()
+
+
+def _open(wish: Wish, report: Report, opened: _Opened) -> None:
+    config = wish.deployment.config
+    report(Progress(phase="starting Ray" if wish.address is None else "connecting to Ray", done=0, total=1))
+    opened.session = _open_session(wish)
+    stop_signals.renew()
+    stop_signals.check()
+    opened.running = launch.launch(wish.deployment, report, with_api=wish.with_api)
+    opened.record = run_record.write_record(
+        RunRecord(
+            name=config.name,
+            config_file=str(wish.file.resolve()),
+            model_path=str(config.model.path),
+            ray_address=opened.session.address,
+            ray_auth_mode=opened.session.auth_mode,
+            client_endpoint=opened.running.client_endpoint,
+            url=opened.running.url,
+            pid=os.getpid(),
         )
-        yield running
-    finally:
-        with ignored_signals():
-            if record is not None:
-                record.unlink(missing_ok=True)
-            if running is not None:
-                running.close("the deployment is being stopped")
-            if session is not None:
-                session.close()
+    )
 
 
 def _open_session(wish: Wish) -> RaySession:

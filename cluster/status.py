@@ -17,15 +17,15 @@ def deployments_here() -> list[dict[str, Any]]:
     """Snapshots of the deployments that this machine's shells brought up. Raises RaySessionError."""
     found = []
     for record in run_record.read_records():
-        for snapshot in deployments_at(record.ray_address):
+        for snapshot in deployments_at(record.ray_address, auth_mode=record.ray_auth_mode):
             if snapshot["deployment"] == record.name:
                 found.append(snapshot | {"url": record.url, "pid": record.pid})
     return found
 
 
-def deployments_at(address: str) -> list[dict[str, Any]]:
+def deployments_at(address: str, *, auth_mode: str = "") -> list[dict[str, Any]]:
     """Snapshots of every deployment on a Ray cluster; "auto" is the one of this machine. Raises RaySessionError."""
-    session = ray_session.connect(address)
+    session = ray_session.connect(address, auth_mode=auth_mode)
     try:
         named = ray.util.list_named_actors(all_namespaces=True)
         names = [one["name"] for one in named if one["namespace"] == NAMESPACE and one["name"].endswith(_SUFFIX)]
