@@ -1,0 +1,141 @@
+"""Blocks between processes over UCX: shared memory, TCP, and peers that die or freeze on the way."""
+
+import os
+import time
+
+import pytest
+from support.pd_pools import command, make_layout, shard
+from support.pd_process import InstanceProcess
+
+from blockferry.connectors.base import TransferMode, TransferState
+
+pytestmark = pytest.mark.ucx
+
+PATHS = {"shm": ("posix", "tcp", "self"), "tcp": ("tcp", "self")}
+BIG = make_layout(num_blocks=512, content_bytes=2048)  # 512 KiB a block
+BIG_IDS = list(range(1, 501))
+
+
+@pytest.fixture
+def open_process():
+    segments = set(os.listdir("/dev/shm"))
+    made = []
+
+    def make(instance_id, layouts, path):
+        process = InstanceProcess(instance_id, layouts, transports=PATHS[path])
+        made.append(process)
+        return process
+
+    yield make
+    for process in made:
+        process.close()
+    left = {name for name in set(os.listdir("/dev/shm")) - segments if name.startswith("ucx")}
+    assert not left, f"shared memory segments were left behind: {left}"
+
+
+def join(prefill, decode, mode):
+    executing, other = (prefill, decode) if mode is TransferMode.PUSH else (decode, prefill)
+    executing.ask("connect", other.endpoints)
+    return executing
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("mode", list(TransferMode))
+def test_blocks_arrive_between_processes(open_process, path, mode):
+    prefill, decode = (open_process(name, [make_layout()], path) for name in ("p0", "d0"))
+    executing = join(prefill, decode, mode)
+    src_ids, dst_ids = [3, 1, 7, 20, 11, 30], [5, 9, 2, 6, 8, 31]
+    prefill.ask("fill", (src_ids, 90))
+    executing.ask("start", command(src_ids, dst_ids, 90, mode=mode))
+    (event,) = executing.ask("events")
+    assert event.state is TransferState.DONE, event.reason
+    assert decode.ask("count_wrong", (dst_ids, 90)) == 0
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_two_tensor_parallel_ranks_fill_one_pool_of_another_layout(open_process, path):
+    prefill = open_process("p0", shard(tp_size=2), path)
+    decode = open_process("d0", shard(order="LBNHC", block_size=32), path)
+    prefill.ask("connect", decode.endpoints)
+    prefill.ask("fill", ([3, 1, 7, 20], 60))
+    prefill.ask("start", command([3, 1, 7, 20], [5, 9], 60))
+    assert [event.state for event in prefill.ask("events")] == [TransferState.DONE] * 2
+    assert decode.ask("count_wrong", ([5, 9], 60)) == 0
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_both_instances_may_connect_to_each_other_at_once(open_process, path):
+    one, other = (open_process(name, [make_layout()], path) for name in ("p0", "d0"))
+    one.tell("connect", other.endpoints)
+    other.ask("connect", one.endpoints)
+    one._receive()
+    one.ask("fill", ([3], 16))
+    one.ask("start", command([3], [4], 16))
+    assert one.ask("events")[0].state is TransferState.DONE
+    assert other.ask("count_wrong", ([4], 16)) == 0
+
+
+def test_a_transfer_does_not_need_the_model_thread_of_either_side(open_process):
+    prefill, decode = (open_process(name, [make_layout()], "tcp") for name in ("p0", "d0"))
+    prefill.ask("connect", decode.endpoints)
+    prefill.ask("fill", ([3, 1], 32))
+    decode.tell("spin", 60_000_000)  # seconds of pure Python in the target's main thread
+    prefill.ask("start", command([3, 1], [5, 6], 32))
+    (event,) = prefill.ask("events")
+    assert event.state is TransferState.DONE, event.reason
+    decode._receive()
+    assert decode.ask("count_wrong", ([5, 6], 32)) == 0
+
+
+@pytest.mark.parametrize("mode", list(TransferMode))
+def test_a_peer_killed_under_way_fails_the_transfer_in_time(open_process, mode):
+    prefill, decode = (open_process(name, [BIG], "tcp") for name in ("p0", "d0"))
+    executing = join(prefill, decode, mode)
+    executing.ask("start", command(BIG_IDS, BIG_IDS[::-1], 8_000, mode=mode))
+    time.sleep(0.02)
+    started_s = time.monotonic()
+    (decode if executing is prefill else prefill).kill()
+    (event,) = executing.ask("events")
+    assert event.state is TransferState.FAILED
+    assert str(mode) in event.reason
+    assert time.monotonic() - started_s < 10.0
+    assert executing.close() == 0
+
+
+@pytest.mark.parametrize("mode", list(TransferMode))
+def test_a_peer_frozen_under_way_fails_the_transfer_at_its_deadline(open_process, mode):
+    prefill, decode = (open_process(name, [BIG], "tcp") for name in ("p0", "d0"))
+    executing = join(prefill, decode, mode)
+    (decode if executing is prefill else prefill).freeze()
+    started_s = time.monotonic()
+    executing.ask("start", command(BIG_IDS, BIG_IDS[::-1], 8_000, mode=mode, deadline_s=1.0))
+    (event,) = executing.ask("events")
+    assert event.state is TransferState.FAILED
+    assert time.monotonic() - started_s < 8.0
+    assert executing.close() == 0
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_cancelled_transfer_stops_and_the_next_one_works(open_process, path):
+    prefill, decode = (open_process(name, [BIG], path) for name in ("p0", "d0"))
+    prefill.ask("connect", decode.endpoints)
+    prefill.ask("start", command(BIG_IDS, BIG_IDS[::-1], 8_000))
+    prefill.ask("cancel", 1)
+    (event,) = prefill.ask("events")
+    assert event.state is TransferState.CANCELLED
+    assert event.num_bytes < BIG.num_bytes
+    prefill.ask("fill", ([3, 9], 32))
+    prefill.ask("start", command([3, 9], [5, 6], 32, transfer_id=2))
+    assert prefill.ask("events")[0].state is TransferState.DONE
+    assert decode.ask("count_wrong", ([5, 6], 32)) == 0
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_processes_end_cleanly_in_any_order(open_process, path):
+    prefill, decode = (open_process(name, [make_layout()], path) for name in ("p0", "d0"))
+    prefill.ask("connect", decode.endpoints)
+    decode.ask("connect", prefill.endpoints)
+    started_s = time.monotonic()
+    assert decode.close() == 0
+    assert prefill.close() == 0
+    assert time.monotonic() - started_s < 10.0
