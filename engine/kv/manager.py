@@ -52,9 +52,9 @@ class LedgerStats:
     num_blocks: int  # without the null block
     num_free_blocks: int  # now
     num_keys: int  # distinct (hash, group) in the prefix cache, now
-    num_queried_tokens: int
-    num_hit_tokens: int
-    num_evicted_blocks: int
+    num_queried_tokens: int  # of sequences allocated with the answer of a lookup
+    num_hit_tokens: int  # of those, found in the prefix cache
+    num_evicted_blocks: int  # cached blocks reused for something else
 
 
 class KVCacheManager:
@@ -151,10 +151,7 @@ class KVCacheManager:
 
     def lookup(self, hashes: RequestHashes, num_tokens: int) -> PrefixHit:
         """Longest cached prefix of a sequence of num_tokens: at most num_tokens - 1, in whole blocks."""
-        hit = self._coordinator.find_hit(hashes.digests, max(0, num_tokens - 1))
-        self._num_queried_tokens += num_tokens
-        self._num_hit_tokens += hit.num_tokens
-        return hit
+        return self._coordinator.find_hit(hashes.digests, max(0, num_tokens - 1))
 
     def start_row(self, row: int, hashes: RequestHashes) -> None:
         """Begin accounting for a row that the caller has assigned; the row extends hashes from now on."""
@@ -175,7 +172,7 @@ class KVCacheManager:
         hit = options.hit or self._no_hit
         hashes = self._hashes[row]
         assert hashes is not None, row
-        if hit.num_tokens and not self._can_adopt(row, hashes, hit):
+        if not self._coordinator.is_current(hashes.digests, hit):
             raise ValueError(f"the hit of {hit.num_tokens} tokens for row {row} is out of date; look it up again")
         limit = self._rows.max_model_len
         num_computed = min(
@@ -185,8 +182,11 @@ class KVCacheManager:
         num_slots = min(num_total + options.num_lookahead_tokens, limit)
         if not self._has_room(row, num_slots, hit, options):
             return False
-        if hit.num_tokens:
+        if options.hit is not None:
+            assert not self.num_blocks(row), (row, self.num_blocks(row))
             self._coordinator.adopt(row, hit)
+            self._num_queried_tokens += int(self._rows.num_tokens[row])
+            self._num_hit_tokens += hit.num_tokens
         if options.num_external_tokens:
             self._coordinator.grow(row, num_computed)
         self._coordinator.grow(row, num_slots)
@@ -241,11 +241,11 @@ class KVCacheManager:
 
     def release(self, block_ids: Int32Array) -> None:
         """Give back the blocks of one pop_blocks_for_free, the last one first. Raises ValueError for others."""
-        if (self._popped[block_ids] < 1).any():
-            stray = block_ids[self._popped[block_ids] < 1]
-            raise ValueError(
-                f"blocks {stray.tolist()} were not popped; release what pop_blocks_for_free returned, once"
-            )
+        stray = block_ids[self._popped[block_ids] < 1]
+        if len(stray):
+            raise ValueError(f"blocks {stray.tolist()} are not popped; release what was popped, once")
+        if len(np.unique(block_ids)) != len(block_ids):
+            raise ValueError(f"blocks {block_ids.tolist()} repeat; release each popped row by a call of its own")
         self._popped[block_ids] -= 1
         self._pool.free(block_ids[::-1])
 
@@ -282,10 +282,6 @@ class KVCacheManager:
     def check_integrity(self) -> None:
         """Prove that every block is exactly one of null, free or held. Raises LedgerCorrupted. Cost: O(pool)."""
         check_ledger(self._pool, self._coordinator.managers, self._popped)
-
-    def _can_adopt(self, row: int, hashes: RequestHashes, hit: PrefixHit) -> bool:
-        held = any(manager.table.num_blocks[row] for manager in self._coordinator.managers)
-        return not held and self._coordinator.is_current(hashes.digests, hit)
 
     def _has_room(self, row: int, num_slots: int, hit: PrefixHit, options: AllocateOptions) -> bool:
         num_watermark = self._num_watermark_blocks if options.apply_watermark else 0

@@ -99,6 +99,16 @@ def test_generated_tokens_extend_the_prefix() -> None:
     assert ledger.hit(tokens(9)) == 8
 
 
+def test_hit_rate_counts_sequences_that_got_in_not_every_lookup() -> None:
+    ledger = Ledger()
+    ledger.admit(0, tokens(9))
+    for _ in range(3):
+        ledger.hit(tokens(9))
+    ledger.admit(1, tokens(9))
+    stats = ledger.kv.stats()
+    assert (stats.num_queried_tokens, stats.num_hit_tokens) == (18, 8)
+
+
 def test_preempted_request_finds_its_own_blocks_again() -> None:
     ledger = Ledger()
     ledger.admit(0, tokens(10))
@@ -316,6 +326,16 @@ def test_releasing_twice_is_an_error() -> None:
     ledger.kv.release(block_ids)
     with pytest.raises(ValueError, match="not popped"):
         ledger.kv.release(block_ids)
+
+
+def test_two_popped_rows_cannot_be_released_as_one() -> None:
+    ledger = Ledger()
+    ledger.admit(0, tokens(6))
+    ledger.admit(1, tokens(6))
+    both = np.concatenate([ledger.kv.pop_blocks_for_free(0), ledger.kv.pop_blocks_for_free(1)])
+    with pytest.raises(ValueError, match="repeat"):
+        ledger.kv.release(both)
+    ledger.kv.check_integrity()
 
 
 def test_one_shared_block_can_be_popped_by_two_rows() -> None:
