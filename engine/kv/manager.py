@@ -195,7 +195,7 @@ class KVCacheManager:
         return True
 
     def allocate_decode(self, rows: Int32Array) -> int:
-        """Make room for one more token, and the lookahead, in each of rows [R] in order.
+        """Make room for one more token, and the lookahead, in each of rows [R] (no row twice) in order.
 
         Returns how many leading rows got it; the others are unchanged. Caches nothing: cache_filled does
         once the tokens are known. Cost: a handful of vector operations.
@@ -208,6 +208,7 @@ class KVCacheManager:
         """Cache what tokens both computed (or planned) and known have filled in each of rows [R].
 
         Called after tokens were appended, or when a load has completed and num_computed_tokens says so.
+        Cost: a handful of vector operations, and about 1.5 us for each block that has filled.
         """
         if not self._enable_caching:
             return
