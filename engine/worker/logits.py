@@ -2,7 +2,7 @@
 
 Owns no state: counts come from the rows' own tokens, so resuming a row needs nothing rebuilt.
 
-Legend: S sampling rows, P penalised rows of them, V vocabulary.
+Legend: S sampling rows, P penalised rows of them, L tokens of the longest of these, V vocabulary.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from blockferry.engine.request import Float32Array, Int32Array
+from blockferry.engine.request import Float32Array, Int32Array, Int64Array
 from blockferry.engine.rows import RowTable
 from blockferry.engine.worker.sampling_state import SamplingState
 
@@ -21,8 +21,7 @@ def edit_logits(logits_SV: torch.Tensor, rows_S: Int32Array, state: SamplingStat
         _edit_row(logits_SV[index], int(rows_S[index]), state, table)
     penalised = np.flatnonzero(state.is_penalised[rows_S])
     if len(penalised):
-        chosen = torch.from_numpy(penalised).to(logits_SV.device)
-        logits_SV[chosen] = penalise(logits_SV[chosen], rows_S[penalised], state, table)
+        _penalise(logits_SV, penalised, rows_S[penalised], state=state, table=table)
 
 
 def _edit_row(logits_V: torch.Tensor, row: int, state: SamplingState, table: RowTable) -> None:
@@ -33,26 +32,32 @@ def _edit_row(logits_V: torch.Tensor, row: int, state: SamplingState, table: Row
         logits_V[torch.from_numpy(state.stop_token_ids[row]).to(logits_V.device).long()] = -torch.inf
 
 
-def penalise(logits_PV: torch.Tensor, rows_P: Int32Array, state: SamplingState, table: RowTable) -> torch.Tensor:
+def _penalise(
+    logits_SV: torch.Tensor, places_P: Int64Array, rows_P: Int32Array, *, state: SamplingState, table: RowTable
+) -> None:
     """Repetition penalty over prompt and output, then frequency and presence penalties over output.
 
     Repetition: positive logits are divided by it, negative ones multiplied (Keskar et al., CTRL, section 4.1).
+    Only logits of tokens that occurred are touched; a token that occurred twice is written twice, alike.
     """
-    device = logits_PV.device
+    device = logits_SV.device
     num_tokens_P1, num_prompt_P1 = table.num_tokens[rows_P, None], table.num_prompt_tokens[rows_P, None]
-    longest = int(num_tokens_P1.max())
-    position = np.arange(longest, dtype=np.int32)
-    is_known = position < num_tokens_P1
-    tokens = torch.from_numpy(np.where(is_known, table.token_ids[rows_P, :longest], 0).astype(np.int64)).to(device)
-    is_output = torch.from_numpy(is_known & (position >= num_prompt_P1)).to(device)
-    seen_PV = torch.zeros_like(logits_PV).scatter_add_(1, tokens, torch.from_numpy(is_known).to(device).float())
-    counts_PV = torch.zeros_like(logits_PV).scatter_add_(1, tokens, is_output.float())
+    position_L = np.arange(int(num_tokens_P1.max()), dtype=np.int32)
+    is_known_PL = position_L < num_tokens_P1
+    # beyond a row's end stands its first token again
+    tokens_PL = np.where(is_known_PL, table.token_ids[rows_P, : len(position_L)], table.token_ids[rows_P, :1])
+    is_output_PL = torch.from_numpy(is_known_PL & (position_L >= num_prompt_P1)).to(device)
+    tokens = torch.from_numpy(tokens_PL.astype(np.int64)).to(device)
+    counts_PV = logits_SV.new_zeros(len(rows_P), logits_SV.shape[1]).scatter_add_(1, tokens, is_output_PL.float())
+    counts_PL = counts_PV.gather(1, tokens)
 
     def column(values: Float32Array) -> torch.Tensor:
         return torch.from_numpy(values[rows_P, None]).to(device)
 
+    places = torch.from_numpy(places_P[:, None]).to(device)
+    logits_PL = logits_SV[places, tokens]
     repetition = column(state.repetition_penalty)
-    repeated_PV = torch.where(logits_PV > 0, logits_PV / repetition, logits_PV * repetition)
-    logits_PV = torch.where(seen_PV > 0, repeated_PV, logits_PV)
-    logits_PV = logits_PV - column(state.frequency_penalty) * counts_PV
-    return logits_PV - column(state.presence_penalty) * (counts_PV > 0)
+    logits_PL = torch.where(logits_PL > 0, logits_PL / repetition, logits_PL * repetition)
+    logits_PL -= column(state.frequency_penalty) * counts_PL
+    logits_PL -= column(state.presence_penalty) * (counts_PL > 0)
+    logits_SV[places, tokens] = logits_PL

@@ -17,7 +17,7 @@ from blockferry.engine.worker.logits import edit_logits
 from blockferry.engine.worker.logprobs import token_logprobs
 from blockferry.engine.worker.sampling_state import SamplingState
 
-VOCAB = 1500  # more than NUM_CANDIDATES, and no multiple of the sampler's group
+VOCAB = 1500  # more than NUM_CANDIDATES
 
 
 class Bench:
