@@ -132,12 +132,12 @@ class NetnsHosts:
             f"PidFile {self.scratch / f'sshd_{host.name}.pid'}\n"
             f"AuthorizedKeysFile {self.scratch / 'authorized_keys'}\n"
             "PermitRootLogin prohibit-password\nPasswordAuthentication no\nStrictModes no\nUsePAM no\n"
-            "PrintMotd no\nSetEnv RAY_AUTH_MODE=disabled HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0\n"
+            "PrintMotd no\nSetEnv RAY_AUTH_MODE=token HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0\n"
             "MaxStartups 100\nMaxSessions 100\n"
         )
-        log = (self.scratch / f"sshd_{host.name}.log").open("wb")
         script = f"exec /usr/sbin/sshd -D -e -f {config}"
-        self._daemons.append(subprocess.Popen(self._enter(host.name, script), stdout=log, stderr=log))
+        with (self.scratch / f"sshd_{host.name}.log").open("wb") as log:
+            self._daemons.append(subprocess.Popen(self._enter(host.name, script), stdout=log, stderr=log))
 
     def _enter(self, name: str, script: str) -> list[str]:
         """The command line that runs a shell script inside a host's namespaces."""
