@@ -60,20 +60,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_tokens=st.integers(0, 4),
     )
     def add(self, data, num_prompt_tokens, max_tokens, family, priority, stop_token_ids, min_tokens):
+        self.add_one(
+            family,
+            num_prompt_tokens,
+            data.draw(st.sampled_from(self.routes)),
+            priority=priority,
+            max_tokens=max_tokens,
+            stop_token_ids=stop_token_ids,
+            min_tokens=min_tokens,
+        )
+
+    def add_one(self, family, num_prompt_tokens, route, **options):
         # prompts of a family share prefixes
         prompt = np.random.default_rng(family).integers(0, VOCAB_SIZE, 40)[:num_prompt_tokens]
         handle = self.next_handle
         self.next_handle += 1
         try:
-            self.cluster.add(
-                handle,
-                prompt,
-                data.draw(st.sampled_from(self.routes)),
-                priority=priority,
-                max_tokens=max_tokens,
-                stop_token_ids=stop_token_ids,
-                min_tokens=min_tokens,
-            )
+            self.cluster.add(handle, prompt, route, **options)
         except RequestRejected:
             self.rejected.add(handle)
 
@@ -82,6 +85,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, data):
         unfinished = sorted(set(self.cluster.requests) - set(self.cluster.finished))
         self.cluster.abort(data.draw(st.sampled_from(unfinished)))
+
+    def abort_one(self, handle):
+        if handle in set(self.cluster.requests) - set(self.cluster.finished):
+            self.cluster.abort(handle)
 
     # steps, out of phase
 
@@ -99,12 +106,26 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 1 << 16), num_actions=st.integers(1, 40))
     def churn(self, seed, num_actions):
+        # each instance has a pace of its own, so that some workers lag behind
         generator = np.random.default_rng(seed)
-        instance_ids = sorted(self.cluster.instances)
-        actions = [self.cluster.plan, self.cluster.execute, self.cluster.commit]
-        for _ in range(num_actions):
-            actions[generator.integers(3)](instance_ids[generator.integers(len(instance_ids))])
-            self.cluster.check()
+        cluster, instance_ids = self.cluster, sorted(self.cluster.instances)
+        actions = [cluster.plan, cluster.execute, cluster.commit]
+        pace = generator.dirichlet(np.append(np.ones(3 * len(instance_ids) + 1), 0.2))
+        for choice in generator.choice(len(pace), num_actions, p=pace).tolist():
+            if choice < 3 * len(instance_ids):
+                actions[choice % 3](instance_ids[choice // 3])
+            elif choice == len(pace) - 1:
+                self.abort_one(int(generator.integers(self.next_handle + 1)))
+            elif cluster.transfers:
+                cluster.finish_transfer(int(generator.integers(len(cluster.transfers))))
+            cluster.check()
+
+    @rule(num_requests=st.integers(2, 6), num_prompt_tokens=st.integers(1, 24), data=st.data())
+    def add_burst(self, num_requests, num_prompt_tokens, data):
+        """Requests of one prefix, which meet in the caches of both sides."""
+        route = data.draw(st.sampled_from(self.routes[:4]))
+        for index in range(num_requests):
+            self.add_one(0, num_prompt_tokens + index % 3, route, max_tokens=2 + 3 * index, stop_token_ids=(2, 4, 6))
 
     @rule(seconds=st.sampled_from([0.1, 5.0, 20.0, 40.0, 100.0]))
     def let_time_pass(self, seconds):

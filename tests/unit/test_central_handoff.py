@@ -129,6 +129,22 @@ def test_transfer_waits_for_decode_steps_planned_before_the_allocation():
     cluster.check_all_free()
 
 
+def test_late_step_of_an_aborted_row_never_overwrites_what_was_ferried():
+    cluster = make(d={"num_blocks": 5, "enable_caching": False})
+    cluster.add(7, prompt(10, 3), LOCAL_ON_D, max_tokens=5)
+    cluster.plan("d")
+    cluster.plan("d")
+    cluster.abort(7)
+    cluster.add(0, prompt(10), FERRIED, max_tokens=5)
+    step(cluster, "p")
+    while cluster.transfers:
+        cluster.finish_transfer()
+    cluster.execute("d")
+    cluster.execute("d")
+    cluster.drain()
+    cluster.check_all_free()
+
+
 def test_transfer_waits_for_the_last_chunk_to_retire():
     cluster = make(p={"max_num_batched_tokens": 6})
     cluster.add(0, prompt(10), FERRIED, max_tokens=5)
