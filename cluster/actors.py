@@ -126,20 +126,22 @@ class WorkerActor:
 class SchedulerActor:
     """The deployment's one scheduler, and the watch over its workers."""
 
-    def __init__(self, settings: SchedulerSettings) -> None:
+    def __init__(self) -> None:
+        """Only the process: what to schedule is known when the workers have loaded, and processes start slowly."""
         _log_to_stderr()
-        self._settings = settings
-        address = _address()
-        self._loop: SchedulerLoop = build_loop(settings, bind_host=address if settings.has_remote_ranks else "")
+        self._settings: SchedulerSettings | None = None
+        self._loop: SchedulerLoop | None = None
         self._watching = threading.Event()
+
+    def prepare(self, settings: SchedulerSettings) -> Endpoints:
+        """Make the ledgers and bind the sockets; returns where clients connect."""
+        self._settings = settings
+        self._loop = build_loop(settings, bind_host=_address() if settings.has_remote_ranks else "")
+        return self._loop.client_endpoints
 
     def place(self) -> Place:
         """Where the scheduler runs."""
         return _place()
-
-    def client_endpoints(self) -> Endpoints:
-        """Where clients connect."""
-        return self._loop.client_endpoints
 
     def run(self, workers: dict[str, list[Any]]) -> str:
         """Start every worker's run(), schedule until stopped; returns the reason.
@@ -147,40 +149,48 @@ class SchedulerActor:
         Args:
             workers: actor handles by instance_id, in rank order.
         """
+        loop = self._ready_loop()
         node_id = ray.get_runtime_context().get_node_id()
         runs = {
-            worker.run.remote(self._loop.worker_endpoints, node_id): (instance_id, rank)
+            worker.run.remote(loop.worker_endpoints, node_id): (instance_id, rank)
             for instance_id, ranks in workers.items()
             for rank, worker in enumerate(ranks)
         }
-        watch = threading.Thread(target=self._watch, args=(runs,), name="watch", daemon=True)
+        watch = threading.Thread(target=self._watch, args=(loop, runs), name="watch", daemon=True)
         watch.start()
         try:
-            return self._loop.run()
+            return loop.run()
         finally:
             self._watching.set()
             watch.join(timeout=5.0)
 
-    def _watch(self, runs: dict[Any, tuple[str, int]]) -> None:
+    def _watch(self, loop: SchedulerLoop, runs: dict[Any, tuple[str, int]]) -> None:
         """Report every worker whose run() ends while the loop goes on."""
         pending = list(runs)
         while pending and not self._watching.is_set():
             done, pending = ray.wait(pending, timeout=WATCH_S)
             for reference in done:
                 instance_id, rank = runs[reference]
-                self._loop.report_failure(instance_id, f"rank {rank}: {_end_of(reference)}")
+                loop.report_failure(instance_id, f"rank {rank}: {_end_of(reference)}")
 
     def is_complete(self) -> bool:
         """Whether every rank has connected."""
-        return self._loop.is_complete
+        return self._ready_loop().is_complete
 
     def status(self) -> dict[str, Any]:
-        """The last snapshot, at most a second old."""
+        """The last snapshot, at most a second old; empty before the scheduler runs."""
+        if self._settings is None or self._loop is None or not self._loop.snapshot:
+            return {}
         return self._settings.summary() | self._loop.snapshot
 
     def shutdown(self, reason: str) -> None:
         """End run() soon."""
-        self._loop.stop(reason)
+        if self._loop is not None:
+            self._loop.stop(reason)
+
+    def _ready_loop(self) -> SchedulerLoop:
+        assert self._loop is not None, "prepare() comes first"
+        return self._loop
 
 
 def _end_of(reference: Any) -> str:

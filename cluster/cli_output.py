@@ -114,16 +114,19 @@ def print_status(deployments: Sequence[Mapping[str, Any]]) -> None:
     for one in deployments:
         health = "healthy" if one["healthy"] else f"NOT healthy: {one['reason'] or 'starting'}"
         console.print(f"{one['deployment']}: {one['model']}, {health}, up {one['uptime_s']:.0f} s", highlight=False)
+        moved = one["transfers"]
         console.print(
             f"  {one['url'] or 'no HTTP server'}; {one['num_unfinished']} unfinished requests; "
-            f"connector {one['connector'] or 'none'}; hand-offs "
-            + ", ".join(f"{count} {state}" for state, count in one["handoffs"].items()),
+            f"connector {one['connector'] or 'none'}: {moved['num_done']} transfers, "
+            f"{size_words(moved['num_bytes'])} ferried, {moved['num_failed']} failed, "
+            f"{sum(one['handoffs'].values())} under way",
             highlight=False,
             soft_wrap=True,
         )
         table = Table(box=None, padding=(0, 2, 0, 2))
         for heading in ("instance", "role", "state", "ranks", "running", "waiting", "free blocks", "of", "preempted"):
             table.add_column(heading)
+        table.add_column("workers")
         for instance in one["instances"]:
             table.add_row(
                 instance["instance_id"],
@@ -134,6 +137,11 @@ def print_status(deployments: Sequence[Mapping[str, Any]]) -> None:
                     for key in ("num_ranks", "num_running", "num_waiting", "num_free_blocks", "num_blocks")
                 ),
                 str(instance["num_preemptions"]),
+                ", ".join(
+                    f"{worker['address']} pid {worker['pid']}"
+                    for worker in one["workers"]
+                    if worker["instance_id"] == instance["instance_id"]
+                ),
             )
         console.print(table)
 

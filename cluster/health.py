@@ -8,7 +8,32 @@ loop's.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
+
+from blockferry.connectors.base import TransferEvent, TransferState
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class TransferTotals:
+    """Transfers since the start, counted per executing rank. Owned by the scheduler loop's thread."""
+
+    num_done: int = 0
+    num_failed: int = 0
+    num_cancelled: int = 0
+    num_bytes: int = 0
+    busy_s: float = 0.0  # sum of durations
+    last_failure: str = ""
+
+    def count(self, event: TransferEvent) -> None:
+        """Add one rank's report."""
+        self.num_done += event.state is TransferState.DONE
+        self.num_failed += event.state is TransferState.FAILED
+        self.num_cancelled += event.state is TransferState.CANCELLED
+        self.num_bytes += event.num_bytes
+        self.busy_s += event.duration_s
+        if event.state is TransferState.FAILED:
+            self.last_failure = event.reason
 
 
 class HealthBoard:

@@ -70,6 +70,8 @@ class StopSignals:
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self._noted.append(number)
+        # between connecting and renew() Ray's core handles signals first, and lets an alarm abort us 3 s later
+        signal.alarm(0)
 
 
 def _raise(number: int, _frame: FrameType | None) -> None:

@@ -25,7 +25,8 @@ from blockferry.cluster.interrupt import stop_signals
 from blockferry.cluster.launch_progress import Progress, Report
 from blockferry.cluster.placement import PlacedInstance
 from blockferry.cluster.ray_session import NAMESPACE
-from blockferry.cluster.scheduler_host import InstanceSettings, SchedulerSettings, ledger_config
+from blockferry.cluster.scheduler_host import InstanceSettings, SchedulerSettings, WorkerPlace, ledger_config
+from blockferry.cluster.scheduler_loop import Endpoints
 from blockferry.cluster.worker_host import WorkerSettings
 from blockferry.connectors.base import TransferMode
 from blockferry.engine.config import DeploymentConfig, Role
@@ -55,8 +56,14 @@ class Running:
     scheduler: Any = None
     api: Any = None
     url: str = ""
-    client_endpoint: str = ""
+    client_endpoints: Endpoints | None = None
     runs: dict[str, Any] = dataclasses.field(default_factory=dict)  # run() references by actor name
+
+    @property
+    def client_endpoint(self) -> str:
+        """Where clients on this machine connect."""
+        assert self.client_endpoints is not None, "the scheduler is not up"
+        return self.client_endpoints.local
 
     def find_failure(self, timeout_s: float) -> str:
         """Wait up to timeout_s; the reason when scheduler or API have ended, else empty."""
@@ -110,9 +117,16 @@ def launch(deployment: Deployment, report: Report, *, with_api: bool) -> Running
     try:
         report(Progress(phase="reserving places", done=0, total=1))
         running.groups = placement.reserve(running.instances, name=config.name)
+        _create_actors(running, with_api=with_api)
         if with_api:
-            _start_api(running)
-        places = _start_workers(running, report)
+            # a busy port is reported before the minutes that loading may take
+            running.url = _gather([running.api.url.remote()], "opening the port", _silent, names=["api"])[0]
+        places = _gather(
+            [rank.place.remote() for rank in _ranks(running)],
+            "starting workers",
+            report,
+            names=_rank_names(running.instances),
+        )
         num_blocks = _load(running, report)
         _make_pools(running, num_blocks, report)
         _start_scheduler(running, deployment, num_blocks, places, report)
@@ -124,44 +138,47 @@ def launch(deployment: Deployment, report: Report, *, with_api: bool) -> Running
     return running
 
 
-def _start_api(running: Running) -> None:
+def _create_actors(running: Running, *, with_api: bool) -> None:
+    """Ask for every process at once: each takes seconds to import its modules."""
     config = running.config
-    actor = ray.remote(actors.ApiActor)
-    running.api = actor.options(
-        name=actors.api_name(config.name),
-        namespace=NAMESPACE,
-        num_cpus=config.api.num_cpus,
-        max_concurrency=4,
-        scheduling_strategy=_this_node(),
-        runtime_env={"env_vars": actors.worker_environment(1)},
-    ).remote(config.model, config.api)
-    running.url = _gather([running.api.url.remote()], "opening the port", _silent, names=["api"])[0]
-
-
-def _start_workers(running: Running, report: Report) -> list[Place]:
-    config = running.config
-    actor = ray.remote(actors.WorkerActor)
+    beside_driver: dict[str, Any] = {
+        "namespace": NAMESPACE,
+        "max_concurrency": 8,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
+        "runtime_env": {"env_vars": actors.worker_environment(1)},
+    }
+    if with_api:
+        api = ray.remote(actors.ApiActor).options(
+            name=actors.api_name(config.name), num_cpus=config.api.num_cpus, **beside_driver
+        )
+        running.api = api.remote(config.model, config.api)
     for instance in running.instances:
-        ranks = running.workers[instance.instance_id] = []
-        for rank in range(instance.num_ranks):
-            pp_rank, tp_rank = divmod(rank, instance.config.tensor_parallel)
-            settings = _worker_settings(config, instance, tp_rank=tp_rank, pp_rank=pp_rank)
-            ranks.append(
-                actor.options(
-                    name=actors.worker_name(config.name, instance.instance_id, rank),
-                    namespace=NAMESPACE,
-                    num_cpus=instance.config.num_cpus,
-                    num_gpus=instance.config.num_gpus,
-                    resources=instance.config.resources or None,
-                    max_concurrency=4,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(
-                        placement_group=running.groups[instance.instance_id], placement_group_bundle_index=pp_rank
-                    ),
-                    runtime_env={"env_vars": actors.worker_environment(instance.config.num_threads)},
-                ).remote(settings)
-            )
-    calls = [rank.place.remote() for rank in _ranks(running)]
-    return _gather(calls, "starting workers", report, names=_rank_names(running.instances))
+        running.workers[instance.instance_id] = _create_ranks(running, instance)
+    scheduler = ray.remote(actors.SchedulerActor).options(
+        name=actors.scheduler_name(config.name), num_cpus=0, **beside_driver
+    )
+    running.scheduler = scheduler.remote()
+
+
+def _create_ranks(running: Running, instance: PlacedInstance) -> list[Any]:
+    config = running.config
+    ranks = []
+    for rank in range(instance.num_ranks):
+        pp_rank, tp_rank = divmod(rank, instance.config.tensor_parallel)
+        worker = ray.remote(actors.WorkerActor).options(
+            name=actors.worker_name(config.name, instance.instance_id, rank),
+            namespace=NAMESPACE,
+            num_cpus=instance.config.num_cpus,
+            num_gpus=instance.config.num_gpus,
+            resources=instance.config.resources or None,
+            max_concurrency=4,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=running.groups[instance.instance_id], placement_group_bundle_index=pp_rank
+            ),
+            runtime_env={"env_vars": actors.worker_environment(instance.config.num_threads)},
+        )
+        ranks.append(worker.remote(_worker_settings(config, instance, tp_rank=tp_rank, pp_rank=pp_rank)))
+    return ranks
 
 
 def _worker_settings(
@@ -277,18 +294,10 @@ def _start_scheduler(
         ),
         connector=config.connector if is_disaggregated(config) else None,
         has_remote_ranks=any(place.node_id != here for place in places),
+        workers=_worker_places(running, places),
     )
-    actor = ray.remote(actors.SchedulerActor)
-    running.scheduler = actor.options(
-        name=actors.scheduler_name(config.name),
-        namespace=NAMESPACE,
-        num_cpus=0,
-        max_concurrency=8,
-        scheduling_strategy=_this_node(),
-        runtime_env={"env_vars": actors.worker_environment(1)},
-    ).remote(settings)
-    calls = [running.scheduler.client_endpoints.remote()]
-    running.client_endpoint = _gather(calls, "starting the scheduler", report, names=["scheduler"])[0].local
+    calls = [running.scheduler.prepare.remote(settings)]
+    running.client_endpoints = _gather(calls, "starting the scheduler", report, names=["scheduler"])[0]
     running.runs["scheduler"] = running.scheduler.run.remote(running.workers)
     deadline_s = time.monotonic() + STEP_TIMEOUT_S
     while not ray.get(running.scheduler.is_complete.remote(), timeout=STEP_TIMEOUT_S):
@@ -298,10 +307,17 @@ def _start_scheduler(
             raise LaunchError(failure or f"workers did not join the scheduler within {STEP_TIMEOUT_S:g} s")
 
 
+def _worker_places(running: Running, places: Sequence[Place]) -> tuple[WorkerPlace, ...]:
+    ranks = [(one.instance_id, rank) for one in running.instances for rank in range(one.num_ranks)]
+    return tuple(
+        WorkerPlace(instance_id=instance_id, rank=rank, address=place.address, pid=place.pid)
+        for (instance_id, rank), place in zip(ranks, places, strict=True)
+    )
+
+
 def _serve_api(running: Running, report: Report) -> None:
-    endpoints = ray.get(running.scheduler.client_endpoints.remote(), timeout=STEP_TIMEOUT_S)
     here = ray.get_runtime_context().get_node_id()
-    running.runs["api"] = running.api.run.remote(endpoints, here)
+    running.runs["api"] = running.api.run.remote(running.client_endpoints, here)
     ready = running.api.wait_ready.remote(STEP_TIMEOUT_S)
     report(Progress(phase="starting the HTTP server", done=0, total=1))
     done, _ = ray.wait([ready, running.runs["api"]], timeout=STEP_TIMEOUT_S)
@@ -359,10 +375,6 @@ def _rank_names(instances: Sequence[PlacedInstance]) -> list[str]:
     return [
         f"worker {instance.instance_id} rank {rank}" for instance in instances for rank in range(instance.num_ranks)
     ]
-
-
-def _this_node() -> NodeAffinitySchedulingStrategy:
-    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
 def _silent(_progress: Progress) -> None:

@@ -24,7 +24,7 @@ from blockferry.cluster.interrupt import stop_signals
 from blockferry.engine.config import DeploymentConfig, InstanceConfig, Role
 from blockferry.engine.errors import BlockferryError
 
-RESERVE_TIMEOUT_S = 10.0
+RESERVE_TIMEOUT_S = 20.0
 _SIOCGIFADDR = 0x8915
 
 Resources = Mapping[str, float]

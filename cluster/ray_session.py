@@ -67,16 +67,12 @@ def start_local(resources: Mapping[str, float]) -> RaySession:
     custom = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
     _prepare(auth_mode="token")  # Ray's default for local clusters, chosen aloud so that it prints nothing
     try:
-        context: Any = ray.init(
+        context = _init(
             address="local",
-            namespace=NAMESPACE,
             num_cpus=max(os.cpu_count() or 1, int(-(-resources.get("CPU", 0.0) // 1))),
             resources=custom or None,
             object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            configure_logging=False,
             _temp_dir=str(temp_dir),
         )
     except BaseException as error:
@@ -96,13 +92,7 @@ def connect(address: str, *, auth_mode: str = "") -> RaySession:
     """
     _prepare(auth_mode=auth_mode)
     try:
-        context: Any = ray.init(
-            address=address,
-            namespace=NAMESPACE,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            configure_logging=False,
-        )
+        context: Any = ray.init(address=address)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise RaySessionError(
             f"no Ray cluster at {address!r}: {_first_line(error)}; start one with `ray up` or `ray start`, "
@@ -110,6 +100,23 @@ def connect(address: str, *, auth_mode: str = "") -> RaySession:
         ) from None
     mode = os.environ.get(_AUTH_MODE, "")
     return RaySession(address=context.address_info["gcs_address"], is_local=False, auth_mode=mode)
+
+
+def _init(**options: Any) -> Any:
+    """ray.init() that leaves signals to this process: Ray's handler would exit amid its own start and abort."""
+    utils: Any = ray._private.utils
+    set_handler = utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda _handler: None
+    try:
+        return ray.init(
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            configure_logging=False,
+            **options,
+        )
+    finally:
+        utils.set_sigterm_handler = set_handler
 
 
 def _prepare(*, auth_mode: str) -> None:

@@ -33,6 +33,16 @@ class InstanceSettings:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPlace:
+    """Where a rank runs."""
+
+    instance_id: str
+    rank: int
+    address: str
+    pid: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSettings:
     """Everything a deployment's scheduler is told before it starts."""
 
@@ -42,6 +52,7 @@ class SchedulerSettings:
     instances: tuple[InstanceSettings, ...]
     connector: ConnectorConfig | None  # None: nothing is ferried
     has_remote_ranks: bool  # some worker is on another node: listen on TCP too
+    workers: tuple[WorkerPlace, ...] = ()  # for status only
     timing: LoopTiming = dataclasses.field(default_factory=LoopTiming)
 
     def summary(self) -> dict[str, Any]:
@@ -50,6 +61,7 @@ class SchedulerSettings:
             "deployment": self.deployment,
             "model": self.model,
             "max_model_len": self.max_model_len,
+            "workers": [dataclasses.asdict(worker) for worker in self.workers],
             "connector": None if self.connector is None else f"{self.connector.transport} {self.connector.mode}",
         }
 

@@ -19,7 +19,7 @@ import zmq
 
 from blockferry.cluster import messages
 from blockferry.cluster.client_table import ClientTable
-from blockferry.cluster.health import HealthBoard
+from blockferry.cluster.health import HealthBoard, TransferTotals
 from blockferry.cluster.messages import Frames, Rejection, RejectionKind, Tag, WorkerId
 from blockferry.cluster.router import Candidate, choose
 from blockferry.cluster.wakeup import Mailbox
@@ -94,6 +94,7 @@ class SchedulerLoop:
         self._poller = zmq.Poller()
         for source in (self._workers, self._client_socket, self._mailbox.fd):
             self._poller.register(source, zmq.POLLIN)
+        self._transfers = TransferTotals()
         self.snapshot: dict[str, Any] = {}  # replaced as a whole at every beat; read it from any thread
         self._handlers: dict[Tag, Callable[[bytes, bytes], None]] = {
             Tag.HELLO: self._on_client_hello,
@@ -194,7 +195,9 @@ class SchedulerLoop:
         if tag is Tag.RESULT:
             self._on_result(worker, payload)
         elif tag is Tag.EVENT:
-            self._absorb(self._central.on_transfer(messages.event_from(payload)))
+            event = messages.event_from(payload)
+            self._transfers.count(event)
+            self._absorb(self._central.on_transfer(event))
         elif tag is Tag.TROUBLE:
             self._fail(worker.instance_id, f"rank {worker.rank}: {wire.unpack(payload)}")
 
@@ -360,6 +363,7 @@ class SchedulerLoop:
             entry["kv_cache_usage"] = entry["usage"]
             entry["prefix_cache_queries"] = entry["num_queried_tokens"]
             entry["prefix_cache_hits"] = entry["num_hit_tokens"]
+        status["transfers"] = dataclasses.asdict(self._transfers)
         status["healthy"] = self._health.is_complete and not self._health.reason
         status["reason"] = self._health.reason
         status["uptime_s"] = round(now_s - self._started_s, 3)

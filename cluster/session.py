@@ -83,7 +83,7 @@ def _open(wish: Wish, report: Report, opened: _Opened) -> None:
     config = wish.deployment.config
     report(Progress(phase="starting Ray" if wish.address is None else "connecting to Ray", done=0, total=1))
     opened.session = _open_session(wish)
-    stop_signals.renew()
+    stop_signals.renew()  # Ray's core has put a handler that aborts
     stop_signals.check()
     opened.running = launch.launch(wish.deployment, report, with_api=wish.with_api)
     opened.record = run_record.write_record(

@@ -39,4 +39,5 @@ def deployments_at(address: str, *, auth_mode: str = "") -> list[dict[str, Any]]
             raise RaySessionError(f"a scheduler at {address} failed: {str(error).splitlines()[0]}") from None
     finally:
         session.close()
-    return [{"url": "", "pid": 0} | snapshot for snapshot in snapshots]
+    # a scheduler that is still starting has nothing to show yet
+    return [{"url": "", "pid": 0} | snapshot for snapshot in snapshots if snapshot]
