@@ -150,9 +150,9 @@ def generate(
     return [outputs[row] for row in rows]
 
 
-def execute_all(spec: WorkerSpec, plans: Sequence[StepPlan]) -> RankReport:
+def execute_all(spec: WorkerSpec, plans: Sequence[StepPlan], num_blocks: int = 64) -> RankReport:
     """Start a worker, run plans, close it; importable by rank processes."""
-    worker = start_worker(spec)
+    worker = start_worker(spec, num_blocks=num_blocks)
     try:
         return RankReport(results=[worker.execute(plan) for plan in plans], layout=worker.layout())
     finally:
