@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from numba import cfunc, njit, types
 from numba.core.registry import cpu_target
+from numba.core.runtime.nrt import rtsys
 
 from blockferry.kernels.cpu_vector import fetch_add, load_i64
 
@@ -52,6 +53,7 @@ class KernelStore:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        rtsys.initialize(cpu_target.target_context)  # machine code from the folder refers to numba's runtime
         self._codegen = cpu_target.target_context.codegen()
         digest = hashlib.sha256(repr((numba.__version__, llvmlite.__version__, self._codegen.magic_tuple())).encode())
         for source in sorted(Path(__file__).parent.glob("cpu_*.py")):

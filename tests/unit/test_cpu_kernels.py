@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -122,6 +125,25 @@ def test_rows_do_not_depend_on_other_rows_or_threads(ops, num_threads):
     finally:
         torch.set_num_threads(previous)
     assert torch.equal(torch.cat(alone), together[[0, 350, 699]])
+
+
+READ_BACK = """
+import sys, pathlib, torch
+from blockferry.kernels.cpu_kv_write import KvWrite
+from blockferry.kernels.cpu_launch import KernelStore, Launcher
+store = KernelStore(pathlib.Path(sys.argv[1]))
+store.get("kv_write", lambda: sys.exit("compiled again"))
+pool, k = torch.zeros(2, 1, 4, 32), torch.ones(1, 1, 16)
+KvWrite(Launcher(store))(k, k, pool, torch.tensor([5]))
+print(int(pool[1, 0, 1].sum()))
+"""
+
+
+def test_another_process_reads_compiled_kernels_back_without_compiling(tmp_path):
+    KvWrite(Launcher(KernelStore(tmp_path))).prepare()
+    command = [sys.executable, "-c", READ_BACK, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (result.returncode, result.stdout.strip()) == (0, "32"), result.stderr
 
 
 def test_compiled_kernels_are_read_back_from_the_folder(tmp_path):
