@@ -14,7 +14,7 @@ from blockferry.engine.errors import RequestRejected
 from blockferry.engine.scheduler.outputs import Route
 
 MACHINE_SETTINGS = settings(
-    max_examples=int(os.environ.get("BLOCKFERRY_MACHINE_EXAMPLES", "60")),
+    max_examples=int(os.environ.get("BLOCKFERRY_MACHINE_EXAMPLES", "40")),
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
