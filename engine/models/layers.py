@@ -82,13 +82,17 @@ class PackedLinear:
 
 def make_linear(weight_FE: torch.Tensor, bias_F: torch.Tensor | None = None) -> Linear:
     """The fastest exact linear layer for the weight's device and dtype."""
-    is_packable = {
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
-    }.get(weight_FE.dtype)
-    if weight_FE.device.type == "cpu" and is_packable is not None and is_packable():
+    if weight_FE.device.type == "cpu" and _can_pack(weight_FE.dtype):
         return PackedLinear(weight_FE, bias_F)
     return DenseLinear(weight_FE, bias_F)
+
+
+def _can_pack(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return False
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype is torch.float16 and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 class VocabEmbedding:

@@ -32,6 +32,7 @@ from blockferry.engine.models.sharding import (
     split_padded,
 )
 
+_EMBEDDING = "model.embed_tokens.weight"
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(local layer, q [T, H, D], k [T, K, D], v [T, K, D]) -> [T, H, D]; writes k and v into the pages."""
 
@@ -110,13 +111,16 @@ class LlamaModel:
         self._embedding: VocabEmbedding | None = None
         self._norm_E: torch.Tensor | None = None
         self._head: Linear | None = None
+        embedding_VE: torch.Tensor | None = None
         if shard.is_first_stage:
-            self._embedding = VocabEmbedding(weights.vocab("model.embed_tokens.weight"), shard.vocab, communicator)
+            embedding_VE = weights.vocab(_EMBEDDING)
+            self._embedding = VocabEmbedding(embedding_VE, shard.vocab, communicator)
         self._layers = [weights.layer(layer) for layer in range(shard.layers.start, shard.layers.stop)]
         if shard.is_last_stage:
             self._norm_E = weights.vector("model.norm.weight", config.hidden_size)
-            name = "model.embed_tokens.weight" if config.has_tied_embeddings else "lm_head.weight"
-            self._head = make_linear(weights.vocab(name))
+            if not config.has_tied_embeddings:
+                embedding_VE = weights.vocab("lm_head.weight")
+            self._head = make_linear(weights.vocab(_EMBEDDING) if embedding_VE is None else embedding_VE)
         self._cos_sin = rope_table(config.rope, head_dim=config.head_dim, max_len=placement.max_model_len)
         self._cos_sin = self._cos_sin.to(placement.device)
 

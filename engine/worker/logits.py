@@ -25,11 +25,19 @@ def edit_logits(logits_SV: torch.Tensor, rows_S: Int32Array, state: SamplingStat
 
 
 def _edit_row(logits_V: torch.Tensor, row: int, state: SamplingState, table: RowTable) -> None:
-    bias_ids = torch.from_numpy(state.bias_token_ids[row]).to(logits_V.device).long()
-    logits_V[bias_ids] += torch.from_numpy(state.biases[row]).to(logits_V.device)
+    bias_ids, biases = state.bias_token_ids[row], state.biases[row]
+    is_token = (bias_ids >= 0) & (bias_ids < len(logits_V))  # what no vocabulary entry means has no effect
+    _add(logits_V, bias_ids[is_token], biases[is_token])
     num_output_tokens = int(table.num_tokens[row] - table.num_prompt_tokens[row])
     if num_output_tokens < state.min_tokens[row]:
-        logits_V[torch.from_numpy(state.stop_token_ids[row]).to(logits_V.device).long()] = -torch.inf
+        stop_ids = state.stop_token_ids[row]
+        stop_ids = stop_ids[(stop_ids >= 0) & (stop_ids < len(logits_V))]
+        _add(logits_V, stop_ids, np.full(len(stop_ids), -np.inf, np.float32))
+
+
+def _add(logits_V: torch.Tensor, token_ids: Int32Array, values: Float32Array) -> None:
+    device = logits_V.device
+    logits_V[torch.from_numpy(token_ids).to(device).long()] += torch.from_numpy(values).to(device)
 
 
 def _penalise(

@@ -156,9 +156,10 @@ def test_other_seeds_and_positions_draw_other_numbers_evenly() -> None:
 def naive_edit(logits: list[float], sampling: SamplingParams, prompt: list[int], output: list[int]) -> list[float]:
     edited = list(logits)
     for token, bias in sampling.logit_bias.items():
-        edited[token] += bias
+        if token < len(edited):
+            edited[token] += bias
     if len(output) < sampling.min_tokens:
-        for token in sampling.stop_token_ids:
+        for token in sampling.stop_token_ids[:2]:
             edited[token] = -math.inf
     counts = Counter(output)
     for token in set(prompt + output):
@@ -172,8 +173,8 @@ EDITS = [
     SamplingParams(temperature=0.0, seed=0, repetition_penalty=1.7),
     SamplingParams(temperature=0.0, seed=0, presence_penalty=2.5),
     SamplingParams(temperature=0.0, seed=0, frequency_penalty=-1.2, repetition_penalty=0.8),
-    SamplingParams(temperature=0.0, seed=0, logit_bias={3: 100.0, 8: -100.0}),
-    SamplingParams(temperature=0.0, seed=0, min_tokens=4, stop_token_ids=(2, 9)),
+    SamplingParams(temperature=0.0, seed=0, logit_bias={3: 100.0, 8: -100.0, VOCAB + 5: 1.0}),
+    SamplingParams(temperature=0.0, seed=0, min_tokens=4, stop_token_ids=(2, 9, VOCAB)),
     SamplingParams(temperature=0.0, seed=0, min_tokens=3, stop_token_ids=(2, 9)),
     SamplingParams(temperature=0.0, seed=0),
 ]
