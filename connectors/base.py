@@ -134,7 +134,11 @@ class TransferCommand:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TransferEvent:
-    """How one rank's part of a transfer ended."""
+    """How one rank's part of a transfer ended.
+
+    is_quiesced is False where a connection had to be dropped with writes under way: the network may still hold
+    bytes that land in the destination's blocks.
+    """
 
     transfer_id: int
     instance_id: str
@@ -144,6 +148,7 @@ class TransferEvent:
     num_runs: int  # contiguous byte runs posted
     duration_s: float
     reason: str = ""
+    is_quiesced: bool = True
 
 
 EventSink = Callable[[TransferEvent], None]

@@ -3,7 +3,7 @@
 Pure bookkeeping: knows block ids, never requests; has no clock (callers pass now_s, monotonic seconds) and no
 thread (one caller at a time: the scheduler's loop).
 
-    begin() -> ACTIVE --- every rank reported ----------------> outcome, is_quiesced
+    begin() -> ACTIVE --- every rank reported ----------------> outcome, is_quiesced if every rank was
                  |------- executing instance failed ----------> outcome FAILED, is_quiesced: its processes are gone
                  |------- deadline and grace passed ----------> outcome FAILED, not quiesced: keep the blocks' lease
 """
@@ -53,7 +53,7 @@ class _Active:
             num_runs=sum(event.num_runs for event in events),
             duration_s=max(event.duration_s for event in events),
             elapsed_s=now_s - self.begun_s,
-            is_quiesced=True,
+            is_quiesced=all(event.is_quiesced for event in events),
             reason=worst.reason,
         )
 

@@ -189,7 +189,10 @@ class UcxPeer:
 
 
 def _unpack_key(remote_key: bytes) -> tuple[int, int, bytes]:
-    base, num_bytes, packed = msgpack.unpackb(remote_key)
+    try:
+        base, num_bytes, packed = msgpack.unpackb(remote_key)
+    except (ValueError, TypeError) as error:
+        raise TransportError(f"a memory key of {len(remote_key)} bytes is not one of UCX pools: {error}") from error
     return base, num_bytes, packed
 
 

@@ -1,12 +1,12 @@
 """What every transport must do, over loopback, UCX shared memory and UCX TCP (far ends of UCX are processes)."""
 
 import contextlib
-import os
 import threading
 import time
 
 import numpy as np
 import pytest
+from support.shared_memory import no_segments_left
 from support.transport_peer import NUM_BYTES, ProcessEnd, ThreadEnd
 
 from blockferry.connectors.base import TransportError
@@ -46,12 +46,10 @@ class Fabric:
     params=["loopback", pytest.param("ucx-shm", marks=pytest.mark.ucx), pytest.param("ucx-tcp", marks=pytest.mark.ucx)]
 )
 def fabric(request):
-    segments = set(os.listdir("/dev/shm"))
-    made = Fabric(request.param)
-    yield made
-    made.close()
-    left = {name for name in set(os.listdir("/dev/shm")) - segments if name.startswith("ucx")}
-    assert not left, f"shared memory segments were left behind: {left}"
+    with no_segments_left():
+        made = Fabric(request.param)
+        yield made
+        made.close()
 
 
 @pytest.fixture

@@ -1,11 +1,13 @@
 """Blocks between processes over UCX: shared memory, TCP, and peers that die or freeze on the way."""
 
 import os
+import sys
 import time
 
 import pytest
 from support.pd_pools import command, make_layout, shard
 from support.pd_process import InstanceProcess
+from support.shared_memory import no_segments_left
 
 from blockferry.connectors.base import TransferMode, TransferState
 
@@ -18,19 +20,17 @@ BIG_IDS = list(range(1, 501))
 
 @pytest.fixture
 def open_process():
-    segments = set(os.listdir("/dev/shm"))
     made = []
 
-    def make(instance_id, layouts, path):
-        process = InstanceProcess(instance_id, layouts, transports=PATHS[path])
+    def make(instance_id, layouts, path, **options):
+        process = InstanceProcess(instance_id, layouts, transports=PATHS[path], **options)
         made.append(process)
         return process
 
-    yield make
-    for process in made:
-        process.close()
-    left = {name for name in set(os.listdir("/dev/shm")) - segments if name.startswith("ucx")}
-    assert not left, f"shared memory segments were left behind: {left}"
+    with no_segments_left():
+        yield make
+        for process in made:
+            process.close()
 
 
 def join(prefill, decode, mode):
@@ -111,6 +111,7 @@ def test_a_peer_frozen_under_way_fails_the_transfer_at_its_deadline(open_process
     executing.ask("start", command(BIG_IDS, BIG_IDS[::-1], 8_000, mode=mode, deadline_s=1.0))
     (event,) = executing.ask("events")
     assert event.state is TransferState.FAILED
+    assert event.is_quiesced is (mode is TransferMode.PULL)  # what was pushed lies in the frozen peer's socket
     assert time.monotonic() - started_s < 8.0
     assert executing.close() == 0
 
@@ -139,3 +140,31 @@ def test_processes_end_cleanly_in_any_order(open_process, path):
     assert decode.close() == 0
     assert prefill.close() == 0
     assert time.monotonic() - started_s < 10.0
+
+
+OTHER_HOST = """#!/bin/sh
+exec unshare --pid --mount --fork --kill-child --mount-proc \\
+    sh -c 'mount -t tmpfs tmpfs /dev/shm; exec {python} "$@"' sh "$@"
+"""
+
+
+@pytest.mark.netns
+@pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")
+def test_a_process_that_shares_no_memory_is_reached_over_tcp_though_shared_memory_is_listed(open_process, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(OTHER_HOST.format(python=sys.executable))
+    python.chmod(0o755)
+    prefill = open_process("p0", [make_layout()], "shm")
+    decode = open_process("d0", [make_layout()], "shm", executable=str(python))
+    prefill.ask("connect", decode.endpoints)
+    assert prefill.ask("is_direct", "d0") == [False]
+    prefill.ask("fill", ([3, 1], 32))
+    prefill.ask("start", command([3, 1], [5, 6], 32))
+    assert prefill.ask("events")[0].state is TransferState.DONE
+    assert decode.ask("count_wrong", ([5, 6], 32)) == 0
+
+
+def test_processes_of_one_host_share_memory(open_process):
+    prefill, decode = (open_process(name, [make_layout()], "shm") for name in ("p0", "d0"))
+    prefill.ask("connect", decode.endpoints)
+    assert prefill.ask("is_direct", "d0") == [True]

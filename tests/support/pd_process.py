@@ -4,9 +4,11 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 
 from support.pd_pools import Instance, count_wrong, fill
 
+from blockferry.connectors.pd_transfers import TransferLimits
 from blockferry.connectors.pd_worker import PdWorkerOptions
 
 
@@ -17,7 +19,7 @@ def _serve(pipe, instance_id, layouts, transports):
         instance_id,
         layouts,
         lambda: UcxTransport(UcxOptions(transports=transports)),
-        options=PdWorkerOptions(quiesce_timeout_s=0.5),
+        options=PdWorkerOptions(limits=TransferLimits(quiesce_timeout_s=0.5)),
         tp_size=len(layouts),
     )
     verbs = {
@@ -28,6 +30,7 @@ def _serve(pipe, instance_id, layouts, transports):
         "fill": lambda args: [fill(pool, layout, *args) for pool, layout in zip(instance.pools, layouts)] and None,
         "count_wrong": lambda args: sum(count_wrong(p, layout, *args) for p, layout in zip(instance.pools, layouts)),
         "spin": _spin,
+        "is_direct": lambda peer: [link.peer().is_direct for link in instance.workers[0]._links[peer]],
     }
     pipe.send(instance.endpoints)
     with contextlib.suppress(EOFError):
@@ -48,11 +51,15 @@ def _spin(rounds):
 class InstanceProcess:
     """One process with every rank of an instance."""
 
-    def __init__(self, instance_id, layouts, *, transports):
+    def __init__(self, instance_id, layouts, *, transports, executable=sys.executable):
         context = multiprocessing.get_context("spawn")
         self._pipe, far = context.Pipe()
         self._process = context.Process(target=_serve, args=(far, instance_id, layouts, transports), daemon=True)
-        self._process.start()
+        context.set_executable(executable)  # for every process from now on, so put it back
+        try:
+            self._process.start()
+        finally:
+            context.set_executable(sys.executable)
         far.close()
         self._exit_code = None
         self.endpoints = self._receive()

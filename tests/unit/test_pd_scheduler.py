@@ -102,3 +102,10 @@ def test_an_unknown_instance_is_refused_and_nothing_begins():
     with pytest.raises(ValueError, match="'p0' is unknown"):
         begin(scheduler)
     assert scheduler.num_active == 0
+
+
+def test_a_dropped_connection_leaves_the_outcome_unquiesced():
+    scheduler = make_scheduler(TransferMode.PULL)
+    command = begin(scheduler)
+    report = event(command, state=TransferState.FAILED, is_quiesced=False)
+    assert not scheduler.on_event(report, now_s=1.0).is_quiesced

@@ -9,10 +9,11 @@ import pytest
 from support.pd_pools import Instance, command, count_wrong, fill, make_layout, shard
 
 from blockferry.connectors.base import HandshakeRefused, RankIdentity, TransferMode, TransferState, TransportError
+from blockferry.connectors.pd_transfers import TransferLimits
 from blockferry.connectors.pd_worker import PdWorker, PdWorkerOptions
 from blockferry.connectors.transport.loopback import LoopbackFabric, LoopbackTransport
 
-SMALL_BATCHES = PdWorkerOptions(batch_bytes=4096, quiesce_timeout_s=0.2, connect_timeout_s=2.0)
+SMALL_BATCHES = PdWorkerOptions(limits=TransferLimits(batch_bytes=4096, quiesce_timeout_s=0.2), connect_timeout_s=2.0)
 
 
 @pytest.fixture

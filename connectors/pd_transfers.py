@@ -1,0 +1,249 @@
+"""Transfers under way on one rank: posting, reaping, deadlines and the one event that ends each.
+
+Used by the transfer thread only; never waits. Owned by PdWorker, which owns the links as well.
+
+    start() -> POSTING ------- all batches landed -----------------------------> DONE
+                  | cancel()                    -> QUIESCING -- flushed -------> CANCELLED
+                  | error, deadline, bad blocks -> QUIESCING -- flushed or ----> FAILED
+                                                   link closed after quiesce_timeout_s
+
+A transfer is cut into batches of batch_bytes, of which num_batches_in_flight are posted and not yet flushed per
+peer, so that memory, cancellation and other transfers never wait for more than that.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import time
+from collections.abc import Mapping, Sequence
+
+from blockferry.connectors.base import (
+    EventSink,
+    Flush,
+    Peer,
+    PoolEndpoint,
+    TransferCommand,
+    TransferEvent,
+    TransferMode,
+    TransferState,
+    TransportError,
+)
+from blockferry.connectors.pd_links import Batches, Link, choose_sources, make_batches
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TransferLimits:
+    """How much of a transfer may be under way, and how long its end may take."""
+
+    batch_bytes: int = 8 << 20
+    num_batches_in_flight: int = 2
+    quiesce_timeout_s: float = 2.0  # after a deadline: how long to wait for what was posted before the link is closed
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Part:
+    """One peer's share of a transfer."""
+
+    link: Link
+    peer: Peer
+    batches: Batches
+    num_posted: int = 0  # batches
+    flushes: collections.deque[Flush] = dataclasses.field(default_factory=collections.deque)
+
+    @property
+    def is_done(self) -> bool:
+        return self.num_posted == len(self.batches) and not self.flushes
+
+    def reap(self) -> bool:
+        """Forget batches that have landed; True when there was one. Raises TransportError."""
+        has_moved = False
+        while self.flushes and self.flushes[0].poll():
+            self.flushes.popleft()
+            has_moved = True
+        return has_moved
+
+    def post(self, mode: TransferMode) -> int:
+        """Post the next batch; returns its bytes. Raises TransportError."""
+        num_bytes = self.batches.post(self.peer, mode, self.num_posted)
+        self.num_posted += 1
+        self.flushes.append(self.peer.flush())
+        return num_bytes
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Transfer:
+    """One transfer's progress."""
+
+    command: TransferCommand
+    started_s: float
+    parts: list[_Part] = dataclasses.field(default_factory=list)
+    num_bytes: int = 0
+    ending: TransferState | None = None  # quiescing, to be reported as this
+    reason: str = ""
+    quiesce_deadline_s: float = 0.0
+    is_quiesced: bool = True
+
+    @property
+    def deadline_s(self) -> float:
+        return self.quiesce_deadline_s if self.ending else self.started_s + self.command.deadline_s
+
+    def drop(self, part: _Part) -> None:
+        """Close a connection that failed; other transfers over it fail at their next poll."""
+        if part.flushes and self.command.mode is TransferMode.PUSH and not part.peer.is_direct:
+            self.is_quiesced = False
+        part.flushes.clear()
+        part.link.drop(part.peer)
+
+
+class Transfers:
+    """Every transfer of a rank that has not been reported. start() and cancel() once, advance() again and again."""
+
+    def __init__(
+        self,
+        *,
+        own: PoolEndpoint,
+        rank: int,
+        links: Mapping[str, Sequence[Link]],  # by instance; read at every start
+        on_event: EventSink,
+        limits: TransferLimits,
+    ) -> None:
+        self._own = own
+        self._rank = rank
+        self._links = links
+        self._on_event = on_event
+        self._limits = limits
+        self._active: dict[int, _Transfer] = {}
+
+    def __len__(self) -> int:
+        return len(self._active)
+
+    def next_deadline_s(self) -> float:
+        """The earliest deadline, on time.monotonic(); infinite when there is none."""
+        return min((transfer.deadline_s for transfer in self._active.values()), default=float("inf"))
+
+    def start(self, command: TransferCommand, *, received_s: float) -> None:
+        """Begin a transfer; a command that cannot work ends at the next advance()."""
+        if command.transfer_id in self._active:
+            logger.warning("transfer %d is already under way; the second command is dropped", command.transfer_id)
+            return
+        transfer = _Transfer(command=command, started_s=received_s)
+        self._active[command.transfer_id] = transfer
+        try:
+            transfer.parts = self._make_parts(command)
+        except (ValueError, TransportError) as error:
+            self._end(transfer, TransferState.FAILED, f"start with {command.peer_instance_id}: {error}")
+
+    def cancel(self, transfer_id: int) -> None:
+        """Post no more of a transfer. Unknown ids are ignored."""
+        transfer = self._active.get(transfer_id)
+        if transfer is not None:
+            self._end(transfer, TransferState.CANCELLED, "cancelled")
+
+    def cancel_all(self, reason: str) -> None:
+        """Post no more of any."""
+        for transfer in self._active.values():
+            self._end(transfer, TransferState.CANCELLED, reason)
+
+    def fail_all(self, reason: str) -> None:
+        """Report every transfer as failed at once; the caller closes the links."""
+        for transfer in list(self._active.values()):
+            for part in transfer.parts:
+                transfer.drop(part)
+            self._report(transfer, TransferState.FAILED, reason)
+
+    def advance(self) -> bool:
+        """Reap and post what is possible without waiting; True when anything moved or ended."""
+        has_moved = False
+        for transfer in list(self._active.values()):
+            for part in transfer.parts:
+                has_moved |= self._advance_part(transfer, part)
+            has_moved |= self._finish(transfer)
+        return has_moved
+
+    def _make_parts(self, command: TransferCommand) -> list[_Part]:
+        if command.executing_instance_id != self._own.instance_id:
+            raise ValueError(
+                f"{command.mode} is executed by {command.executing_instance_id}, not by {self._own.instance_id}"
+            )
+        links = self._links.get(command.peer_instance_id)
+        if links is None:
+            raise TransportError(f"{self._own.instance_id} is not connected to it; connect() comes first")
+        return [
+            _Part(
+                link=link,
+                peer=link.peer(),
+                batches=make_batches(
+                    command, own=self._own.layout, peer=link.endpoint.layout, batch_bytes=self._limits.batch_bytes
+                ),
+            )
+            for link in choose_sources(self._own, links, command.mode)
+        ]
+
+    def _advance_part(self, transfer: _Transfer, part: _Part) -> bool:
+        try:
+            has_moved = part.reap()
+            if self._may_post(transfer, part):
+                transfer.num_bytes += part.post(transfer.command.mode)
+                has_moved = True
+        except TransportError as error:
+            transfer.drop(part)
+            self._end(transfer, TransferState.FAILED, f"{transfer.command.mode} with {part.link.name}: {error}")
+            return True
+        return has_moved
+
+    def _may_post(self, transfer: _Transfer, part: _Part) -> bool:
+        has_room = len(part.flushes) < self._limits.num_batches_in_flight
+        return transfer.ending is None and part.num_posted < len(part.batches) and has_room
+
+    def _finish(self, transfer: _Transfer) -> bool:
+        """Report what has ended, end what is late; True when it did either."""
+        if transfer.ending is None and all(part.is_done for part in transfer.parts):
+            self._report(transfer, TransferState.DONE, "")
+        elif transfer.ending is not None and not any(part.flushes for part in transfer.parts):
+            self._report(transfer, transfer.ending, transfer.reason)
+        elif time.monotonic() < transfer.deadline_s:
+            return False
+        elif transfer.ending is None:
+            command = transfer.command
+            late = ", ".join(part.link.name for part in transfer.parts if not part.is_done)
+            reason = f"{command.mode} with {late}: not done within {command.deadline_s:g} s"
+            self._end(transfer, TransferState.FAILED, reason)
+        else:
+            self._give_up(transfer)
+        return True
+
+    def _give_up(self, transfer: _Transfer) -> None:
+        """What was posted does not end: drop the connections that hold it."""
+        for part in transfer.parts:
+            if part.flushes:
+                transfer.reason += f"; connection to {part.link.name} dropped, it did not quiesce"
+                transfer.drop(part)
+        self._report(transfer, TransferState.FAILED, transfer.reason)
+
+    def _end(self, transfer: _Transfer, state: TransferState, reason: str) -> None:
+        """Post no more; report once what was posted has landed or its link is closed."""
+        if transfer.ending is None:
+            transfer.ending, transfer.reason = state, reason
+            transfer.quiesce_deadline_s = time.monotonic() + self._limits.quiesce_timeout_s
+
+    def _report(self, transfer: _Transfer, state: TransferState, reason: str) -> None:
+        del self._active[transfer.command.transfer_id]
+        if state is TransferState.FAILED:
+            logger.warning("transfer %d failed on rank %d: %s", transfer.command.transfer_id, self._rank, reason)
+        self._on_event(
+            TransferEvent(
+                transfer_id=transfer.command.transfer_id,
+                instance_id=self._own.instance_id,
+                rank=self._rank,
+                state=state,
+                num_bytes=transfer.num_bytes,
+                num_runs=sum(len(part.batches.lengths) for part in transfer.parts),
+                duration_s=time.monotonic() - transfer.started_s,
+                reason=reason,
+                is_quiesced=transfer.is_quiesced,
+            )
+        )
