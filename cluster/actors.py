@@ -3,6 +3,8 @@
 Ray places them, names them and sees them die; steps and requests travel over ZeroMQ between them. Every actor
 has a blocking run() whose end is the actor's end, so that whoever holds its reference sees it die.
 
+Each actor imports what only it needs when it is made: torch and HTTP take seconds and hundreds of megabytes.
+
     name of an actor = DEPLOYMENT:scheduler | DEPLOYMENT:api | DEPLOYMENT:INSTANCE:RANK     namespace = blockferry
 """
 
@@ -18,10 +20,10 @@ from typing import Any
 
 import ray
 
-from blockferry.cluster.http_server import HttpServer
 from blockferry.cluster.placement import interface_of
 from blockferry.cluster.scheduler_host import SchedulerSettings, build_loop
 from blockferry.cluster.scheduler_loop import Endpoints, SchedulerLoop
+from blockferry.cluster.worker_settings import WorkerSettings
 from blockferry.engine.config import ApiConfig, ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -79,8 +81,7 @@ def reachable(endpoints: Endpoints, *, node_id: str) -> str:
 class WorkerActor:
     """One rank of an instance."""
 
-    def __init__(self, settings: Any) -> None:  # WorkerSettings, whose module imports torch
-        # torch must see the environment of this process only
+    def __init__(self, settings: WorkerSettings) -> None:
         from blockferry.cluster.worker_host import WorkerHost
 
         _log_to_stderr()
@@ -211,6 +212,8 @@ class ApiActor:
     """The HTTP server."""
 
     def __init__(self, model: ModelConfig, api: ApiConfig) -> None:
+        from blockferry.cluster.http_server import HttpServer
+
         _log_to_stderr()
         self._server = HttpServer(model, api)
 

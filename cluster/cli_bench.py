@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from blockferry.cluster import cli_output
+from blockferry.cluster.launch_progress import Progress
+from blockferry.cluster.yaml_reader import parse_size
+from blockferry.connectors.base import TransportError
+from blockferry.engine.errors import ConfigError
 
 app = typer.Typer(help="Measure the ledger, transfers and a server.", no_args_is_help=True)
 
@@ -46,13 +54,12 @@ def bench_serve(  # noqa: PLR0913, PLR0917 - one parameter per option
     plot: PlotFile = None,
 ) -> None:
     """Measure TTFT, TPOT, ITL, end-to-end latency and tokens per second of any OpenAI endpoint."""
-    from blockferry.cluster.bench.report import Plot, emit
-    from blockferry.cluster.bench.serve import ServeBenchConfig, run_serve_bench
-    from blockferry.engine.errors import ConfigError
+    from blockferry.cluster.bench.report import emit
+    from blockferry.cluster.bench.serve import ServeBenchConfig, plot_of, run_serve_bench
 
     loops: list[tuple[int | None, float | None]] = [(None, one) for one in rate or []]
     loops += [(one, None) for one in concurrency or ([] if rate else [1, 8, 32])]
-    try:
+    with _one_line_errors():
         configs = [
             ServeBenchConfig(
                 base_url=url,
@@ -70,7 +77,71 @@ def bench_serve(  # noqa: PLR0913, PLR0917 - one parameter per option
             for limit, rate_per_s in loops
         ]
         report = asyncio.run(run_serve_bench(configs))
-        picture = None if plot is None else Plot(path=plot, x="rate_per_s" if rate else "concurrency")
+        picture = None if plot is None else plot_of(configs, plot)
         emit(report, json_target=json_target, plot=picture)
-    except ValueError as error:
+
+
+@app.command("kv")
+def bench_kv(
+    num_runs: Annotated[int, typer.Option(min=1, help="Repetitions; the median counts.")] = 5,
+    json_target: JsonTarget = None,
+    plot: PlotFile = None,
+) -> None:
+    """Time the KV ledger and the scheduler alone: decode steps, prefill, churn, start and size. About 30 s."""
+    from blockferry.cluster.bench.kv import KvBenchConfig, run_kv_bench
+    from blockferry.cluster.bench.report import Plot, emit
+
+    with cli_output.progress_bar() as report, _one_line_errors():
+        measured = run_kv_bench(
+            KvBenchConfig(num_runs=num_runs), lambda name: report(Progress(phase=name, done=0, total=1))
+        )
+    names = ("decode_step", "scheduler_step")
+    with _one_line_errors():
+        emit(measured, json_target=json_target, plot=None if plot is None else Plot(path=plot, x="rows", names=names))
+
+
+@app.command("transfer")
+def bench_transfer(  # noqa: PLR0913, PLR0917 - one parameter per option
+    path: Annotated[list[str] | None, typer.Option(help="shm or tcp; repeat for more. Default: all.")] = None,
+    pattern: Annotated[list[str] | None, typer.Option(help="contiguous or scattered.")] = None,
+    mode: Annotated[list[str] | None, typer.Option(help="push or pull.")] = None,
+    piece: Annotated[list[str] | None, typer.Option(help="Size of a block, such as 64KiB.")] = None,
+    size: Annotated[str, typer.Option(help="Of one transfer.")] = "64MiB",
+    num_runs: Annotated[int, typer.Option(min=1, help="Repetitions; the median counts.")] = 5,
+    time_limit: Annotated[float, typer.Option(min=1.0, help="Seconds after which no new case starts.")] = 300.0,
+    json_target: JsonTarget = None,
+    plot: PlotFile = None,
+) -> None:
+    """Ferry blocks between two processes over UCX and compare with what memory and sockets allow."""
+    from blockferry.cluster.bench.report import Plot, emit
+    from blockferry.cluster.bench.transfer import MODES, PATHS, PATTERNS, PIECE_SIZES, run_transfer_bench
+
+    with cli_output.progress_bar() as report, _one_line_errors():
+        measured = run_transfer_bench(
+            paths=path or PATHS,
+            patterns=pattern or PATTERNS,
+            modes=mode or MODES,
+            piece_sizes=[parse_size("--piece", _number_or_text(one)) for one in piece or []] or PIECE_SIZES,
+            num_bytes=parse_size("--size", _number_or_text(size)),
+            num_runs=num_runs,
+            time_limit_s=time_limit,
+            on_case=lambda case, number, total: report(
+                Progress(phase=" ".join(str(value) for value in case.params().values()), done=number, total=total)
+            ),
+        )
+    picture = None if plot is None else Plot(path=plot, x="piece_bytes", series="path", names=("transfer", "ceiling"))
+    with _one_line_errors():
+        emit(measured, json_target=json_target, plot=picture)
+
+
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """A benchmark's refusal of its options, or of the moment, as an error of the command."""
+    try:
+        yield
+    except (ValueError, TransportError) as error:
         raise ConfigError("", str(error)) from None
+
+
+def _number_or_text(value: str) -> int | str:
+    return int(value) if value.isdigit() else value

@@ -27,7 +27,7 @@ from blockferry.cluster.placement import PlacedInstance
 from blockferry.cluster.ray_session import NAMESPACE
 from blockferry.cluster.scheduler_host import InstanceSettings, SchedulerSettings, WorkerPlace, ledger_config
 from blockferry.cluster.scheduler_loop import Endpoints
-from blockferry.cluster.worker_host import WorkerSettings
+from blockferry.cluster.worker_settings import WorkerSettings
 from blockferry.connectors.base import TransferMode
 from blockferry.engine.config import DeploymentConfig, Role
 from blockferry.engine.errors import BlockferryError, ConfigError

@@ -88,6 +88,7 @@ class SchedulerLoop:
         self._started_s = clock()
         self._next_tick_s = self._next_beat_s = self._busy_until_s = self._started_s
         self._audited = False
+        self._num_audits = 0
         self._context = zmq.Context()
         self._workers, self.worker_endpoints = self._bind(bind_host)
         self._client_socket, self.client_endpoints = self._bind(bind_host)
@@ -315,6 +316,7 @@ class SchedulerLoop:
             except LedgerCorrupted:
                 logger.exception("the ledger is corrupt")
                 raise
+            self._num_audits += 1
 
     def _plan(self) -> None:
         for member in self._members.values():
@@ -366,6 +368,7 @@ class SchedulerLoop:
         status["transfers"] = dataclasses.asdict(self._transfers)
         status["healthy"] = self._health.is_complete and not self._health.reason
         status["reason"] = self._health.reason
+        status["num_audits"] = self._num_audits
         status["uptime_s"] = round(now_s - self._started_s, 3)
         self.snapshot = status
 

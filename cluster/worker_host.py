@@ -14,21 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockferry.cluster.worker_loop import WorkerLoop
+from blockferry.cluster.worker_settings import WorkerSettings
 from blockferry.connectors.base import RankIdentity
 from blockferry.connectors.pd_worker import PdWorker
 from blockferry.connectors.transport import open_ucx
-from blockferry.engine.config import ConnectorConfig
-from blockferry.engine.worker.spec import WorkerSpec
 from blockferry.engine.worker.worker import Worker
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSettings:
-    """Everything one rank is told before it starts."""
-
-    instance_id: str
-    spec: WorkerSpec
-    connector: ConnectorConfig | None  # None: this deployment ferries nothing
 
 
 class WorkerHost:

@@ -91,7 +91,10 @@ class WorkerLoop:
         finally:
             self._stopped.set()
             control.join(timeout=5.0)
-            self._context.destroy(linger=200)
+            if control.is_alive():  # stuck in the connector: do not wait for its socket
+                self._context.destroy(linger=0)
+            else:
+                self._context.term()
             self._events.close()
 
     def _connect(self, channel: Channel) -> zmq.Socket[bytes]:
@@ -108,18 +111,18 @@ class WorkerLoop:
     # --- model thread
 
     def _run_steps(self) -> None:
-        socket = self._connect(Channel.STEPS)
-        while not self._stopped.is_set():
-            if not socket.poll(int(self._timing.stop_poll_s * 1000)):
-                continue
-            tag, payload = messages.split(socket.recv_multipart())
-            if tag is Tag.PLAN:
-                result = self._execute(wire.plan_from_bytes(payload))
-                if result is not None:
-                    socket.send_multipart(messages.encode(Tag.RESULT, result))
-            elif tag is Tag.STOP:
-                self.stop_reason = str(wire.unpack(payload))
-                return
+        with self._connect(Channel.STEPS) as socket:
+            while not self._stopped.is_set():
+                if not socket.poll(int(self._timing.stop_poll_s * 1000)):
+                    continue
+                tag, payload = messages.split(socket.recv_multipart())
+                if tag is Tag.PLAN:
+                    result = self._execute(wire.plan_from_bytes(payload))
+                    if result is not None:
+                        socket.send_multipart(messages.encode(Tag.RESULT, result))
+                elif tag is Tag.STOP:
+                    self.stop_reason = str(wire.unpack(payload))
+                    return
 
     def _execute(self, plan: StepPlan) -> StepResult | None:
         try:
@@ -132,22 +135,22 @@ class WorkerLoop:
     # --- control thread
 
     def _run_control(self, ferry: Ferry | None) -> None:
-        socket = self._connect(Channel.CONTROL)
-        poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
-        poller.register(self._events.fd, zmq.POLLIN)
-        next_beat_s = 0.0
-        while not self._stopped.is_set():
-            now_s = time.monotonic()
-            if now_s >= next_beat_s:
-                next_beat_s = now_s + self._timing.beat_s
-                socket.send_multipart(messages.encode(Tag.BEAT, {}))
-            ready = dict(poller.poll(int(min(self._timing.stop_poll_s, next_beat_s - now_s) * 1000) + 1))
-            if self._events.fd in ready:
-                for event in self._events.take():
-                    socket.send_multipart(messages.encode(Tag.EVENT, event))
-            if socket in ready:
-                self._take_commands(socket, ferry)
+        with self._connect(Channel.CONTROL) as socket:
+            poller = zmq.Poller()
+            poller.register(socket, zmq.POLLIN)
+            poller.register(self._events.fd, zmq.POLLIN)
+            next_beat_s = 0.0
+            while not self._stopped.is_set():
+                now_s = time.monotonic()
+                if now_s >= next_beat_s:
+                    next_beat_s = now_s + self._timing.beat_s
+                    socket.send_multipart(messages.encode(Tag.BEAT, {}))
+                ready = dict(poller.poll(int(min(self._timing.stop_poll_s, next_beat_s - now_s) * 1000) + 1))
+                if self._events.fd in ready:
+                    for event in self._events.take():
+                        socket.send_multipart(messages.encode(Tag.EVENT, event))
+                if socket in ready:
+                    self._take_commands(socket, ferry)
 
     def _take_commands(self, socket: zmq.Socket[bytes], ferry: Ferry | None) -> None:
         while True:

@@ -4,23 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+from support.deployments import LLAMA, PD
 
 from blockferry.cluster.deployment import is_disaggregated, load_deployment
 from blockferry.cluster.yaml_reader import parse_size
 from blockferry.engine.config import DType, Role
 from blockferry.engine.errors import ConfigError
-
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 256,
-    "hidden_size": 72,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 2048,
-    "torch_dtype": "bfloat16",
-}
 
 
 @pytest.fixture
@@ -41,15 +30,6 @@ def refusal(folder: Path, text: str) -> str:
         load(folder, text)
     assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-PD = """
-name: test
-model: {path: model}
-instances:
-  - {role: prefill}
-  - {role: decode, replicas: 2}
-"""
 
 
 def test_checkpoint_gives_the_defaults(folder):

@@ -1,0 +1,144 @@
+"""A scheduler loop and worker loops in threads of one process, over real ZeroMQ, without Ray and without a model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from blockferry.cluster.scheduler_host import InstanceSettings, SchedulerSettings, build_loop
+from blockferry.cluster.scheduler_loop import LoopTiming, SchedulerLoop
+from blockferry.cluster.worker_loop import WorkerLoop, WorkerTiming
+from blockferry.connectors.base import TransferCommand, TransferEvent, TransferState
+from blockferry.engine.config import CacheConfig, ConnectorConfig, Role, SchedulerConfig
+from blockferry.engine.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from blockferry.engine.wire import StepPlan, StepResult
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 65
+MAX_MODEL_LEN = 256
+
+
+class EchoExecutor:
+    """A worker whose next token is always 7; it may be told to fail or to be slow."""
+
+    def __init__(self) -> None:
+        self.delay_s = 0.0
+        self.error = ""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        time.sleep(self.delay_s)
+        if self.error:
+            raise RuntimeError(self.error)
+        return StepResult(step_id=plan.step_id, token_ids=np.full(int(plan.sample.sum()), 7, np.int32))
+
+
+class InstantFerry:
+    """A connector whose transfers are done at once, or fail when told to."""
+
+    def __init__(self, instance_id: str, report: Callable[[TransferEvent], None]) -> None:
+        self._instance_id = instance_id
+        self._report = report
+        self.state = TransferState.DONE
+        self.commands: list[TransferCommand] = []
+
+    def start(self, command: TransferCommand) -> None:
+        self.commands.append(command)
+        self._report(
+            TransferEvent(
+                transfer_id=command.transfer_id,
+                instance_id=self._instance_id,
+                rank=0,
+                state=self.state,
+                num_bytes=1000 * len(command.src_block_ids),
+                num_runs=1,
+                duration_s=0.001,
+                reason="told to fail" if self.state is TransferState.FAILED else "",
+            )
+        )
+
+    def cancel(self, transfer_id: int) -> None:
+        """Nothing is ever under way."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Rank:
+    """One worker of the rig."""
+
+    loop: WorkerLoop
+    executor: EchoExecutor
+    ferry: InstantFerry
+    thread: threading.Thread
+
+
+@dataclasses.dataclass(kw_only=True)
+class Rig:
+    """Everything that runs."""
+
+    scheduler: SchedulerLoop
+    ranks: dict[str, Rank]
+
+    @property
+    def endpoint(self) -> str:
+        return self.scheduler.client_endpoints.local
+
+
+@contextlib.contextmanager
+def running_loops(roles: dict[str, Role], timing: LoopTiming | None = None, **options: object) -> Iterator[Rig]:
+    """Instances by name; everything has connected on entry and has ended afterwards."""
+    is_ferrying = Role.MIXED not in roles.values()
+    settings = SchedulerSettings(
+        deployment="rig",
+        model="echo",
+        max_model_len=MAX_MODEL_LEN,
+        instances=tuple(_instance(name, role, **options) for name, role in roles.items()),
+        connector=ConnectorConfig() if is_ferrying else None,
+        has_remote_ranks=False,
+        timing=timing or LoopTiming(),
+    )
+    scheduler = build_loop(settings, bind_host="127.0.0.1")
+    scheduler_thread = threading.Thread(target=scheduler.run, name="scheduler")
+    scheduler_thread.start()
+    ranks = {name: _rank(name, scheduler) for name in roles}
+    try:
+        deadline_s = time.monotonic() + 10
+        while not scheduler.is_complete:
+            assert time.monotonic() < deadline_s, "workers did not connect"
+            time.sleep(0.005)
+        yield Rig(scheduler=scheduler, ranks=ranks)
+    finally:
+        scheduler.stop("the rig is taken down")
+        scheduler_thread.join(10)
+        for rank in ranks.values():
+            rank.loop.stop()
+            rank.thread.join(10)
+        assert not scheduler_thread.is_alive()
+        assert not any(rank.thread.is_alive() for rank in ranks.values())
+
+
+def _rank(name: str, scheduler: SchedulerLoop) -> Rank:
+    executor = EchoExecutor()
+    loop = WorkerLoop(instance_id=name, rank=0, executor=executor, timing=WorkerTiming(beat_s=0.1, stop_poll_s=0.02))
+    ferry = InstantFerry(name, loop.on_transfer_event)
+    thread = threading.Thread(target=loop.run, args=(scheduler.worker_endpoints.remote, ferry), name=name)
+    thread.start()
+    return Rank(loop=loop, executor=executor, ferry=ferry, thread=thread)
+
+
+def _instance(name: str, role: Role, *, max_queue_len: int = 4096, max_num_seqs: int = 64) -> InstanceSettings:
+    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_dim=8, dtype_bytes=4)
+    kv = KVCacheConfig(
+        num_blocks=NUM_BLOCKS, groups=(KVCacheGroup(layer_ids=(0,), spec=spec),), hash_block_size=BLOCK_SIZE
+    )
+    return InstanceSettings(
+        instance_id=name,
+        role=role,
+        num_ranks=1,
+        kv=kv,
+        cache=CacheConfig(block_size=BLOCK_SIZE),
+        scheduler=SchedulerConfig(max_queue_len=max_queue_len, max_num_seqs=max_num_seqs),
+    )
