@@ -79,7 +79,7 @@ def test_a_transfer_does_not_need_the_model_thread_of_either_side(open_process):
     prefill, decode = (open_process(name, [make_layout()], "tcp") for name in ("p0", "d0"))
     prefill.ask("connect", decode.endpoints)
     prefill.ask("fill", ([3, 1], 32))
-    decode.tell("spin", 60_000_000)  # seconds of pure Python in the target's main thread
+    decode.tell("spin", 20_000_000)  # seconds of pure Python in the target's main thread
     prefill.ask("start", command([3, 1], [5, 6], 32))
     (event,) = prefill.ask("events")
     assert event.state is TransferState.DONE, event.reason
