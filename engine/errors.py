@@ -6,6 +6,7 @@
     +-- ConfigError            a deployment that cannot work, with the key's path (also a ValueError)
     +-- ModelLoadError         a checkpoint that cannot be loaded, with the file or tensor
     +-- LedgerCorrupted        check_integrity found a broken invariant
+    +-- RankLost               a rank of an instance no longer answers the others
     +-- InstanceFailed         a worker of an instance died or reported an error
 
 Connectors have a tree of their own, drawn in connectors/base.py.
@@ -44,6 +45,15 @@ class ModelLoadError(BlockferryError):
 
 class LedgerCorrupted(BlockferryError):
     """check_integrity() found a block that is not exactly one of null, free or held."""
+
+
+class RankLost(BlockferryError):
+    """A collective among an instance's ranks failed; names this rank and the phase."""
+
+    def __init__(self, rank: int, phase: str, reason: str) -> None:
+        super().__init__(f"rank {rank} failed to {phase}: {reason}")
+        self.rank = rank
+        self.phase = phase
 
 
 class InstanceFailed(BlockferryError):

@@ -10,6 +10,7 @@ same order; every wait ends after WorkerSpec.collective_timeout_s.
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from blockferry.engine.config import Device
+from blockferry.engine.errors import RankLost
 from blockferry.engine.models.layers import Communicator
 from blockferry.engine.request import Int32Array
 from blockferry.engine.worker.spec import WorkerSpec
@@ -81,23 +83,22 @@ class GroupCommunicator:
     """Ranks of one stage over a torch.distributed group."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
+        """`rank` counts within the stage."""
         self.rank = rank
         self.size = size
         self._group = group
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See Communicator."""
-        dist.all_reduce(x, group=self._group)
+        _await(self.rank, "sum over its stage", lambda: dist.all_reduce(x, group=self._group))
         return x
 
     def gather_columns(self, x_SV: torch.Tensor) -> torch.Tensor | None:
         """See Communicator."""
-        if self.rank:
-            dist.gather(x_SV.contiguous(), None, group=self._group, group_dst=0)
-            return None
-        parts = [torch.empty_like(x_SV) for _ in range(self.size)]
-        dist.gather(x_SV.contiguous(), parts, group=self._group, group_dst=0)
-        return torch.cat(parts, dim=-1)
+        x_SV = x_SV.contiguous()
+        parts = None if self.rank else [torch.empty_like(x_SV) for _ in range(self.size)]
+        _await(self.rank, "gather logits", lambda: dist.gather(x_SV, parts, group=self._group, group_dst=0))
+        return None if parts is None else torch.cat(parts, dim=-1)
 
 
 class RankGroup:
@@ -126,23 +127,32 @@ class RankGroup:
 
     def send_hidden(self, x_TE: torch.Tensor) -> None:
         """See Parallel."""
-        dist.send(x_TE.contiguous(), self._spec.rank + self._spec.tp_size)
+        peer = self._spec.rank + self._spec.tp_size
+        _await(self._spec.rank, f"send to rank {peer}", lambda: dist.send(x_TE.contiguous(), peer))
 
     def receive_hidden(self, out_TE: torch.Tensor) -> torch.Tensor:
         """See Parallel."""
-        dist.recv(out_TE, self._spec.rank - self._spec.tp_size)
+        peer = self._spec.rank - self._spec.tp_size
+        _await(self._spec.rank, f"receive from rank {peer}", lambda: dist.recv(out_TE, peer))
         return out_TE
 
     def share_tokens(self, token_ids: Int32Array) -> Int32Array:
         """See Parallel."""
         tokens = torch.from_numpy(token_ids).to(self._device)
-        dist.broadcast(tokens, self._spec.sampler_rank)
+        _await(self._spec.rank, "share tokens", lambda: dist.broadcast(tokens, self._spec.sampler_rank))
         return np.asarray(tokens.cpu().numpy())
 
     def close(self) -> None:
         """See Parallel."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _await(rank: int, phase: str, communicate: Callable[[], object]) -> None:
+    try:
+        communicate()
+    except RuntimeError as error:  # a peer that died, or the timeout
+        raise RankLost(rank, phase, str(error).partition("\n")[0]) from error
 
 
 def join(spec: WorkerSpec) -> Parallel:

@@ -1,6 +1,7 @@
 """Instances of several ranks, each a real process, compute what transformers computes."""
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,14 @@ from support.worker_driver import (
     execute_all,
     outputs_by_row,
     plans_to_length,
+    start_worker,
     worker_spec,
 )
 
+from blockferry.engine.errors import RankLost
 from blockferry.engine.request import SamplingParams
 from blockferry.engine.wire import StepPlan
+from blockferry.engine.worker.spec import WorkerSpec
 
 pytestmark = pytest.mark.slow
 NUM_OUTPUT = 10
@@ -56,6 +60,35 @@ def test_ranks_share_the_model_and_generate_what_transformers_does(
         assert rank == spec.sampler_rank or set(report.results) == {None}
     assert [(report.layout.head_start, report.layout.num_heads) for report in ranks] == heads
     assert [report.layout.layer_ids for report in ranks] == layers
+
+
+def run_until_rank_1_leaves(spec: WorkerSpec, plans: Sequence[StepPlan]) -> str:
+    worker = start_worker(spec)
+    try:
+        worker.execute(plans[0])
+        if spec.rank == 1:
+            return "left"
+        worker.execute(plans[1])
+    except RankLost as error:
+        return str(error)
+    finally:
+        worker.close()
+    return "noticed nothing"
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "pp_size", "message"), [(2, 1, "rank 0 failed to sum over its stage: "), (1, 2, "rank 0 failed to ")]
+)
+def test_a_rank_that_leaves_ends_the_others_step_with_its_phase(
+    tmp_path: Path, tp_size: int, pp_size: int, message: str
+) -> None:
+    path = make_checkpoint(tmp_path / "model", "llama")
+    spec = worker_spec(path, tp_size=tp_size, pp_size=pp_size, collective_timeout_s=20.0)
+
+    said = run_ranks(spec, tmp_path / "meet", run_until_rank_1_leaves, plans_for(GREEDY))
+
+    assert said[0].startswith(message)
+    assert said[1] == "left"
 
 
 def test_logprobs_and_seeded_draws_of_four_ranks_equal_those_of_one(tmp_path: Path) -> None:
