@@ -89,9 +89,13 @@ class Handoffs:
     def on_event(self, event: TransferEvent, now_s: float) -> list[HandoffFailed]:
         """A rank has reported; after the last one the hand-off is delivered, failed or gone."""
         outcome = self._connector.on_event(event, now_s=now_s)
-        handoff = None if outcome is None else self._moving.pop(outcome.transfer_id, None)
+        handoff = None if outcome is None else self._moving.get(outcome.transfer_id)
         if outcome is None or handoff is None:
             return []
+        if not outcome.is_quiesced:
+            # a dropped connection may still hold bytes of it: only time makes its blocks safe
+            return [] if handoff.state is HandoffState.QUIESCING else self._abandon(handoff, _reason(outcome))
+        del self._moving[outcome.transfer_id]
         if handoff.state is HandoffState.QUIESCING:
             handoff.give_back()
             return []

@@ -278,7 +278,9 @@ class SimCluster:
             assert instance_id == command.executing_instance_id
             self.transfers.append(SimTransfer(command, list(range(self.instances[instance_id].num_ranks)), self.now_s))
 
-    def finish_transfer(self, index: int = 0, state: TransferState = TransferState.DONE) -> None:
+    def finish_transfer(
+        self, index: int = 0, state: TransferState = TransferState.DONE, *, is_quiesced: bool = True
+    ) -> None:
         """One rank of a transfer ends. Failed ones leave garbage behind."""
         transfer = self.transfers[index]
         rank = transfer.ranks_left.pop(0)
@@ -300,6 +302,7 @@ class SimCluster:
             num_runs=1,
             duration_s=0.01,
             reason="" if state is TransferState.DONE else "the simulator said so",
+            is_quiesced=is_quiesced,
         )
         self.absorb(self.central.on_transfer(event))
 

@@ -192,6 +192,25 @@ def test_failed_transfer_is_recomputed_on_decode():
     cluster.check_all_free()
 
 
+def test_failed_transfer_whose_bytes_may_still_land_is_recomputed_in_other_blocks():
+    cluster = ferrying(lease_s=60.0, transfer_timeout_s=30.0)
+    cluster.finish_transfer(state=TransferState.FAILED, is_quiesced=False)
+    assert cluster.plan("d").num_scheduled.tolist() == [11]
+    assert (held(cluster, "p"), held(cluster, "d")) == (3, 6)
+    cluster.tick(91.0)
+    cluster.drain()
+    cluster.check_all_free()
+
+
+def test_aborted_transfer_whose_bytes_may_still_land_holds_its_blocks():
+    cluster = ferrying(lease_s=60.0, transfer_timeout_s=30.0)
+    cluster.abort(0)
+    cluster.finish_transfer(state=TransferState.FAILED, is_quiesced=False)
+    assert (held(cluster, "p"), held(cluster, "d")) == (3, 3)
+    cluster.tick(91.0)
+    cluster.check_all_free()
+
+
 def test_failed_transfer_ends_the_request_under_policy_fail():
     cluster = ferrying(load_failure_policy="fail")
     cluster.finish_transfer(state=TransferState.FAILED)
