@@ -12,7 +12,7 @@
                                     |                                   reported,    | silent, P lost
                                     |                                   not all DONE v
                                     +---------------------------------------- QUIESCING
-                                      every rank has reported that no byte is under way, or lease and one timeout are over
+                               all ranks report no byte under way, or lease and one timeout are over
 
 failed in place   no byte will land any more: P's blocks go; policy recompute computes the prompt on D in the
                   blocks it holds, policy fail ends the request
