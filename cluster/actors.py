@@ -22,7 +22,8 @@ import ray
 
 from blockferry.cluster.placement import interface_of
 from blockferry.cluster.scheduler_host import SchedulerSettings, build_loop
-from blockferry.cluster.scheduler_loop import Endpoints, SchedulerLoop
+from blockferry.cluster.scheduler_loop import SchedulerLoop
+from blockferry.cluster.sockets import Endpoints
 from blockferry.cluster.worker_settings import WorkerSettings
 from blockferry.engine.config import ApiConfig, ModelConfig
 
@@ -217,9 +218,9 @@ class ApiActor:
         _log_to_stderr()
         self._server = HttpServer(model, api)
 
-    def url(self) -> str:
-        """Base URL of the server."""
-        return self._server.url
+    def open(self) -> str:
+        """Bind the port; returns the server's base URL."""
+        return self._server.open()
 
     def run(self, endpoints: Endpoints, scheduler_node_id: str) -> None:
         """Serve until shutdown()."""

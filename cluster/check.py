@@ -12,7 +12,6 @@ import importlib.util
 import json
 import os
 import shutil
-import socket
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from pathlib import Path
 from blockferry.cluster import run_record
 from blockferry.cluster.checkpoint import ModelNotFetchedError, find_model
 from blockferry.cluster.deployment import Deployment, is_disaggregated, load_deployment
+from blockferry.cluster.listen import ListenError, bind
 from blockferry.engine.config import CacheConfig, DeploymentConfig, Device, InstanceConfig
 from blockferry.engine.errors import BlockferryError, ConfigError
 from blockferry.engine.models.config import DecoderConfig
@@ -101,16 +101,12 @@ def _check_packages(config: DeploymentConfig) -> Iterator[Finding]:
 
 
 def _check_port(config: DeploymentConfig) -> Iterator[Finding]:
-    host, port = config.api.host, config.api.port
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            yield _error("api.port", f"cannot listen on {host}:{port}: {error.strerror}; set another host or port")
-        else:
-            yield _ok("api.port", f"{host}:{port} is free")
+    try:
+        bind(config.api.host, config.api.port).close()
+    except ListenError as error:
+        yield _error("api.port", str(error))
+    else:
+        yield _ok("api.port", f"{config.api.host}:{config.api.port} is free")
 
 
 def check_weights(folder: Path) -> Iterator[Finding]:

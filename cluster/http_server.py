@@ -14,25 +14,25 @@ import uvicorn
 from blockferry.cluster.api.app import create_app
 from blockferry.cluster.api.served_model import ServedModel
 from blockferry.cluster.engine_client import ZmqEngineClient
+from blockferry.cluster.listen import bind
 from blockferry.engine.config import ApiConfig, ModelConfig
 
 GRACEFUL_STOP_S = 2
 
 
 class HttpServer:
-    """One HTTP server. Binds its port when it is made, so that a busy one is reported before models load."""
+    """One HTTP server. open() comes long before run(), so that a busy port is reported before models load."""
 
     def __init__(self, model: ModelConfig, api: ApiConfig) -> None:
-        """Raises OSError with one clear line when the port is taken or the host is not ours."""
         self._model = model
         self._api = api
-        self._socket = bind(api.host, api.port)
+        self._socket: socket.socket | None = None
         self._server: uvicorn.Server | None = None
         self._is_ready = threading.Event()
 
-    @property
-    def url(self) -> str:
-        """Base URL."""
+    def open(self) -> str:
+        """Bind the port; returns the base URL. Raises ListenError."""
+        self._socket = bind(self._api.host, self._api.port)
         host, port = self._socket.getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -41,6 +41,7 @@ class HttpServer:
         asyncio.run(self._serve(endpoint))
 
     async def _serve(self, endpoint: str) -> None:
+        assert self._socket is not None, "open() comes first"
         served = ServedModel.load(self._model, chat_template=self._api.chat_template)
         client = ZmqEngineClient(endpoint)
         await client.connect()
@@ -66,18 +67,3 @@ class HttpServer:
         """End run() soon. Any thread."""
         if self._server is not None:
             self._server.should_exit = True
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises OSError with one clear line when the port is taken or the host is not ours."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(1024)
-    except OSError as error:
-        listener.close()
-        reason = error.strerror or str(error)
-        raise OSError(f"cannot listen on {host}:{port}: {reason}; set another api.host or api.port") from None
-    return listener

@@ -26,7 +26,7 @@ from blockferry.cluster.launch_progress import Progress, Report
 from blockferry.cluster.placement import PlacedInstance
 from blockferry.cluster.ray_session import NAMESPACE
 from blockferry.cluster.scheduler_host import InstanceSettings, SchedulerSettings, WorkerPlace, ledger_config
-from blockferry.cluster.scheduler_loop import Endpoints
+from blockferry.cluster.sockets import Endpoints
 from blockferry.cluster.worker_settings import WorkerSettings
 from blockferry.connectors.base import TransferMode
 from blockferry.engine.config import DeploymentConfig, Role
@@ -120,7 +120,7 @@ def launch(deployment: Deployment, report: Report, *, with_api: bool) -> Running
         _create_actors(running, with_api=with_api)
         if with_api:
             # a busy port is reported before the minutes that loading may take
-            running.url = _gather([running.api.url.remote()], "opening the port", _silent, names=["api"])[0]
+            running.url = _gather([running.api.open.remote()], "opening the port", _silent, names=["api"])[0]
         places = _gather(
             [rank.place.remote() for rank in _ranks(running)],
             "starting workers",
@@ -354,6 +354,8 @@ def _failure_of(reference: Any) -> str:
     except ray.exceptions.RayTaskError as error:
         return _first_line(error.cause or error)
     except ray.exceptions.RayError as error:
+        if "creation task" in _first_line(error):
+            return _last_line(error)  # below the traceback stands what its constructor raised
         return f"its process has died: {_first_line(error)}"
     return ""
 
@@ -365,6 +367,10 @@ def _end_of(reference: Any) -> str:
 def _first_line(error: BaseException) -> str:
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
+
+
+def _last_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[-1]
 
 
 def _ranks(running: Running) -> list[Any]:

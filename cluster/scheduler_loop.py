@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,10 +21,12 @@ from blockferry.cluster.client_table import ClientTable
 from blockferry.cluster.health import HealthBoard, TransferTotals
 from blockferry.cluster.messages import Frames, Rejection, RejectionKind, Tag, WorkerId
 from blockferry.cluster.router import Candidate, choose
+from blockferry.cluster.sockets import bind_router, send
 from blockferry.cluster.wakeup import Mailbox
 from blockferry.engine import wire
 from blockferry.engine.config import Role
-from blockferry.engine.errors import LedgerCorrupted, QueueFull, RequestRejected
+from blockferry.engine.errors import LedgerCorrupted, QueueFull
+from blockferry.engine.request import Request
 from blockferry.engine.scheduler.central import CentralScheduler
 from blockferry.engine.scheduler.outputs import StepOutput
 
@@ -51,14 +52,6 @@ class Member:
     instance_id: str
     role: Role
     num_ranks: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoints:
-    """Where a socket can be reached: from the same host, and from others ("" when it is not bound there)."""
-
-    local: str
-    remote: str
 
 
 class SchedulerLoop:
@@ -90,8 +83,9 @@ class SchedulerLoop:
         self._audited = False
         self._num_audits = 0
         self._context = zmq.Context()
-        self._workers, self.worker_endpoints = self._bind(bind_host)
-        self._client_socket, self.client_endpoints = self._bind(bind_host)
+        workers, clients = bind_router(self._context, bind_host), bind_router(self._context, bind_host)
+        self._workers, self.worker_endpoints = workers.socket, workers.endpoints
+        self._client_socket, self.client_endpoints = clients.socket, clients.endpoints
         self._poller = zmq.Poller()
         for source in (self._workers, self._client_socket, self._mailbox.fd):
             self._poller.register(source, zmq.POLLIN)
@@ -103,20 +97,6 @@ class SchedulerLoop:
             Tag.ABORT: self._on_abort,
             Tag.STATUS: self._on_status,
         }
-
-    def _bind(self, host: str) -> tuple[zmq.Socket[bytes], Endpoints]:
-        socket = self._context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a lost peer is an error, not a black hole
-        socket.setsockopt(zmq.LINGER, 200)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        local = f"ipc://@blockferry-{uuid.uuid4().hex}"  # abstract: leaves no file behind
-        socket.bind(local)
-        remote = ""
-        if host:
-            port = socket.bind_to_random_port(f"tcp://{host}")
-            remote = f"tcp://{host}:{port}"
-        return socket, Endpoints(local=local, remote=remote)
 
     def stop(self, reason: str) -> None:
         """End run() soon. Any thread."""
@@ -235,24 +215,30 @@ class SchedulerLoop:
 
     def _on_request(self, identity: bytes, payload: bytes) -> None:
         request = messages.request_from(payload)
-        rejection = Rejection(
-            handle=request.handle,
-            request_id=request.request_id,
-            kind=RejectionKind.NO_INSTANCE,
-            reason=self._health.reason or "the deployment is still starting; try again in a moment",
-        )
+        rejection = self._try_add(identity, request)
+        if rejection is not None:
+            self._to_client(identity, messages.encode(Tag.REJECTED, rejection))
+
+    def _try_add(self, identity: bytes, request: Request) -> Rejection | None:
+        """Queue a request; why not, when it cannot be."""
+
+        def because(kind: RejectionKind, reason: str) -> Rejection:
+            return Rejection(handle=request.handle, request_id=request.request_id, kind=kind, reason=reason)
+
         route = choose(self._candidates())
-        if route is not None:
+        if route is None:
+            reason = self._health.reason or "the deployment is still starting; try again in a moment"
+            return because(RejectionKind.NO_INSTANCE, reason)
+        handle: int | None = None
+        try:
             handle = self._clients.open(identity, request.handle, route)
-            accepted = dataclasses.replace(request, handle=handle, arrival_s=self._clock())
-            try:
-                self._central.add(accepted, route)
-                return
-            except RequestRejected as error:
-                kind = RejectionKind.QUEUE_FULL if isinstance(error, QueueFull) else RejectionKind.NEVER_FITS
-                rejection = dataclasses.replace(rejection, kind=kind, reason=str(error))
-            self._clients.close(handle)
-        self._to_client(identity, messages.encode(Tag.REJECTED, rejection))
+            self._central.add(dataclasses.replace(request, handle=handle, arrival_s=self._clock()), route)
+        except ValueError as error:  # RequestRejected is one
+            if handle is not None:
+                self._clients.close(handle)
+            kind = RejectionKind.QUEUE_FULL if isinstance(error, QueueFull) else RejectionKind.NEVER_FITS
+            return because(kind, str(error))
+        return None
 
     def _candidates(self) -> list[Candidate]:
         candidates = []
@@ -281,7 +267,7 @@ class SchedulerLoop:
         self._to_client(identity, messages.encode(Tag.STATUS_REPLY, reply))
 
     def _to_client(self, identity: bytes, frames: Frames) -> None:
-        if not _send(self._client_socket, identity, frames):
+        if not send(self._client_socket, identity, frames):
             for handle in self._clients.leave(identity):
                 self._absorb(self._central.abort(handle))
 
@@ -337,7 +323,7 @@ class SchedulerLoop:
     def _to_ranks(self, member: Member, channel: messages.Channel, frames: Frames) -> None:
         for rank in range(member.num_ranks):
             worker = WorkerId(instance_id=member.instance_id, rank=rank, channel=channel)
-            if not _send(self._workers, worker.to_bytes(), frames):
+            if not send(self._workers, worker.to_bytes(), frames):
                 self._fail(member.instance_id, f"rank {rank} has lost its connection")
                 return
 
@@ -374,20 +360,9 @@ class SchedulerLoop:
 
     def _say_goodbye(self, reason: str) -> None:
         for client in self._clients.clients:
-            _send(self._client_socket, client, messages.encode(Tag.STOP, reason))
+            send(self._client_socket, client, messages.encode(Tag.STOP, reason))
         for member in self._members.values():
             for rank in range(member.num_ranks):
                 for channel in messages.Channel:
                     worker = WorkerId(instance_id=member.instance_id, rank=rank, channel=channel)
-                    _send(self._workers, worker.to_bytes(), messages.encode(Tag.STOP, reason))
-
-
-def _send(socket: zmq.Socket[bytes], identity: bytes, frames: Frames) -> bool:
-    """False when the peer is gone."""
-    try:
-        socket.send_multipart([identity, *frames], zmq.NOBLOCK)
-    except zmq.ZMQError as error:
-        if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-            return False
-        raise
-    return True
+                    send(self._workers, worker.to_bytes(), messages.encode(Tag.STOP, reason))

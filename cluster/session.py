@@ -12,14 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from blockferry.cluster import launch, ray_session, run_record
+from blockferry.cluster.check import check_weights
 from blockferry.cluster.deployment import Deployment
 from blockferry.cluster.interrupt import stop_signals
 from blockferry.cluster.launch import Running
 from blockferry.cluster.launch_progress import Progress, Report
+from blockferry.cluster.listen import bind
 from blockferry.cluster.placement import name_instances, total_resources
 from blockferry.cluster.ray_session import RaySession
 from blockferry.cluster.run_record import RunRecord
-from blockferry.engine.errors import BlockferryError
+from blockferry.engine.errors import BlockferryError, ConfigError
 
 
 class AlreadyRunningError(BlockferryError):
@@ -40,7 +42,7 @@ class Wish:
 def deployed(wish: Wish, report: Report) -> Iterator[Running]:
     """A running deployment; everything is stopped at the end, also after a signal.
 
-    Raises AlreadyRunningError, RaySessionError, PlacementError, LaunchError.
+    Raises AlreadyRunningError, ConfigError, ListenError, RaySessionError, PlacementError, LaunchError.
     """
     config = wish.deployment.config
     existing = run_record.find_record(config.name)
@@ -81,6 +83,12 @@ class _Opened:
 
 def _open(wish: Wish, report: Report, opened: _Opened) -> None:
     config = wish.deployment.config
+    # what can be known at once is reported before the half minute that everything else takes
+    if wish.with_api:
+        bind(config.api.host, config.api.port).close()
+    for finding in check_weights(config.model.path):
+        if finding.is_error:
+            raise ConfigError(finding.subject, finding.message)
     report(Progress(phase="starting Ray" if wish.address is None else "connecting to Ray", done=0, total=1))
     opened.session = _open_session(wish)
     stop_signals.renew()  # Ray's core has put a handler that aborts
