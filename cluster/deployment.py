@@ -254,6 +254,10 @@ def _check_instances(instances: tuple[InstanceConfig, ...], device: Device) -> N
     for present, missing in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
         if present in roles and missing not in roles:
             raise ConfigError("instances", f"{present} without {missing}; add `- role: {missing}`, or use role mixed")
+    if device is Device.CUDA and Role.MIXED not in roles:
+        raise ConfigError(
+            "device", "cuda with prefill and decode: blocks in GPU memory cannot be ferried yet; use role mixed, or cpu"
+        )
     first = instances[0].cache
     for index, instance in enumerate(instances):
         size = instance.cache.block_size

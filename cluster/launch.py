@@ -117,7 +117,12 @@ def launch(deployment: Deployment, report: Report, *, with_api: bool) -> Running
     try:
         report(Progress(phase="reserving places", done=0, total=1))
         running.groups = placement.reserve(running.instances, name=config.name)
-        _create_actors(running, with_api=with_api)
+        try:
+            _create_actors(running, with_api=with_api)
+        except ValueError as error:  # Ray: an actor of this name exists
+            raise LaunchError(
+                f"deployment {config.name!r} runs on this cluster already; change `name` ({error})"
+            ) from None
         if with_api:
             # a busy port is reported before the minutes that loading may take
             running.url = _gather([running.api.open.remote()], "opening the port", _silent, names=["api"])[0]

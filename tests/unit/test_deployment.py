@@ -84,6 +84,7 @@ def test_sizes_take_units(written, num_bytes):
         (("{role: prefill}", "{role: prefill, cache: {memory: 0}}"), "instances[0].cache.memory", "positive"),
         (("{role: prefill}", "{role: prefill, resources: {CPU: 1}}"), "instances[0].resources.CPU", "num_cpus"),
         (("name: test", "name: test\ndevice: tpu"), "device", "cpu, cuda"),
+        (("name: test", "name: test\ndevice: cuda"), "device", "cannot be ferried yet; use role mixed"),
         (("name: test", "name: test\nname: again"), "", "appears twice"),
         (("name: test", "connector: {transport: loopback}"), "connector.transport", "use 'ucx'"),
         (("name: test", "connector: {lease_s: -1}"), "connector.lease_s", "out of range"),
@@ -101,7 +102,8 @@ def test_mistake_is_refused_with_path_and_remedy(folder, change, path, words):
 
 
 def test_block_size_must_fit_the_gpu_kernels(folder):
-    message = refusal(folder, "device: cuda\ncache: {block_size: 24}\n" + PD)
+    mixed = "model: {path: model}\ninstances: [{role: mixed}]\n"
+    message = refusal(folder, "device: cuda\ncache: {block_size: 24}\n" + mixed)
     assert message == ("instances[0].cache.block_size: 24 is not a multiple of 16, the kernel tile; use 16, 32 or 64")
 
 
@@ -118,3 +120,13 @@ def test_unsupported_architecture_is_refused(folder):
 def test_broken_config_json_is_refused(folder):
     (folder / "model" / "config.json").write_text("{")
     assert "config.json" in refusal(folder, PD)
+
+
+SHIPPED = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda one: one.stem)
+def test_every_shipped_deployment_is_sound(file, folder):
+    (folder / "model" / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 8192}))
+    deployment = load_deployment(file, resolve=lambda *_names, **_options: folder / "model")
+    assert deployment.config.instances
