@@ -52,6 +52,13 @@ def ray_command(hosts: NetnsHosts, command: str, file: Path) -> subprocess.Compl
     return hosts.launch(arguments, env=env, timeout_s=180)
 
 
+def wait_until_ray_is_gone(hosts: NetnsHosts, host: Host) -> None:
+    deadline = time.monotonic() + 60
+    while left := hosts.ssh(host, "pgrep -x 'raylet|gcs_server'", timeout_s=20).stdout:
+        assert time.monotonic() < deadline, (host.name, left)
+        time.sleep(1)
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetnsHosts]:
     assert missing_tools() == [], f"install iproute2, openssh-server and rsync: {missing_tools()} not found"
@@ -70,8 +77,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetnsHosts]:
         down = ray_command(hosts, "down", file)
         assert down.returncode == 0, down.stderr[-3000:]
         for host in hosts.hosts:
-            left = hosts.ssh(host, "pgrep -af 'raylet|gcs_server' || true", timeout_s=20).stdout
-            assert "raylet --" not in left, (host.name, left)
+            wait_until_ray_is_gone(hosts, host)
 
 
 def on_head(hosts: NetnsHosts, command: str, *, timeout_s: float) -> subprocess.CompletedProcess[str]:
