@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +15,10 @@ from blockferry.cluster.launch_progress import Progress
 from blockferry.cluster.yaml_reader import parse_size
 from blockferry.connectors.base import TransportError
 from blockferry.engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from blockferry.cluster.bench.serve import CeilingRows
+    from blockferry.cluster.launch import Running
 
 app = typer.Typer(help="Measure the ledger, transfers and a server.", no_args_is_help=True)
 
@@ -40,6 +44,10 @@ def fill_json_target(arguments: list[str]) -> list[str]:
 @app.command("serve")
 def bench_serve(  # noqa: PLR0913, PLR0917 - one parameter per option
     url: Annotated[str, typer.Option(help="Any OpenAI-compatible server.")] = "http://127.0.0.1:8000",
+    config: Annotated[Path | None, typer.Option(help="Deployment to bring up and measure instead of --url.")] = None,
+    is_against_ceiling: Annotated[
+        bool, typer.Option("--ceiling", help="With --config: compare with the model's linear layers alone.")
+    ] = False,
     model: Annotated[str, typer.Option(help="Default: the first one served.")] = "",
     num_prompts: Annotated[int, typer.Option(help="Requests of each measurement.")] = 64,
     num_warmup: Annotated[int, typer.Option(help="Requests before it, not counted.")] = 2,
@@ -49,6 +57,7 @@ def bench_serve(  # noqa: PLR0913, PLR0917 - one parameter per option
     concurrency: Annotated[list[int] | None, typer.Option(help="Closed loop; repeat for more.")] = None,
     rate: Annotated[list[float] | None, typer.Option(help="Open loop, requests per second; repeat for more.")] = None,
     seed: Annotated[int, typer.Option(help="Of lengths, prompts and arrivals.")] = 0,
+    num_runs: Annotated[int, typer.Option(min=1, help="Repetitions; the median counts.")] = 1,
     max_duration: Annotated[float, typer.Option(help="Seconds after which a measurement ends.")] = 600.0,
     json_target: JsonTarget = None,
     plot: PlotFile = None,
@@ -59,10 +68,13 @@ def bench_serve(  # noqa: PLR0913, PLR0917 - one parameter per option
 
     loops: list[tuple[int | None, float | None]] = [(None, one) for one in rate or []]
     loops += [(one, None) for one in concurrency or ([] if rate else [1, 8, 32])]
-    with _one_line_errors():
+    if is_against_ceiling and config is None:
+        raise ConfigError("--ceiling", "needs --config, which tells the model, its dtype and its threads")
+    with _one_line_errors(), contextlib.ExitStack() as stack:
+        served = None if config is None else stack.enter_context(_served(config))
         configs = [
             ServeBenchConfig(
-                base_url=url,
+                base_url=url if served is None else served.url,
                 model=model,
                 num_prompts=num_prompts,
                 num_warmup=num_warmup,
@@ -76,7 +88,8 @@ def bench_serve(  # noqa: PLR0913, PLR0917 - one parameter per option
             )
             for limit, rate_per_s in loops
         ]
-        report = asyncio.run(run_serve_bench(configs))
+        ceiling = _linear_ceiling(served) if served is not None and is_against_ceiling else None
+        report = asyncio.run(run_serve_bench(configs, num_runs=num_runs, ceiling=ceiling))
         picture = None if plot is None else plot_of(configs, plot)
         emit(report, json_target=json_target, plot=picture)
 
@@ -132,6 +145,25 @@ def bench_transfer(  # noqa: PLR0913, PLR0917 - one parameter per option
     picture = None if plot is None else Plot(path=plot, x="piece_bytes", series="path", names=("transfer", "ceiling"))
     with _one_line_errors():
         emit(measured, json_target=json_target, plot=picture)
+
+
+@contextlib.contextmanager
+def _served(file: Path) -> Iterator[Running]:
+    """A deployment of its own, for as long as the benchmark runs."""
+    from blockferry.cluster.deployment import load_deployment
+    from blockferry.cluster.session import Wish, deployed
+
+    with contextlib.ExitStack() as stack:
+        with cli_output.progress_bar() as report:
+            wish = Wish(deployment=load_deployment(file), file=file, address=None, with_api=True)
+            running = stack.enter_context(deployed(wish, report))
+        yield running
+
+
+def _linear_ceiling(served: Running) -> CeilingRows:
+    from blockferry.cluster.bench.ceiling import LinearCeiling
+
+    return LinearCeiling(served.config)
 
 
 @contextlib.contextmanager

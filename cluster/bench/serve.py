@@ -112,22 +112,34 @@ Sender = Callable[[Prompt], Coroutine[Any, Any, Answer]]
 async def run_serve_bench(
     configs: Sequence[ServeBenchConfig],
     *,
+    num_runs: int = 1,
     console: Console | None = None,
     ceiling: CeilingRows | None = None,
 ) -> Report:
-    """Measure one configuration after the other, with a progress bar on `console` (default stderr).
+    """Measure one configuration after the other, num_runs times each, with a progress bar on `console` (or stderr).
 
-    `ceiling` may add rows that compare a measurement with what the machine could do at best.
-    Raises ValueError when a server cannot be reached or none of its answers comes whole.
+    Every run draws prompts of its own. `ceiling` may add rows that compare a measurement with what the machine
+    could do at best. Raises ValueError when a server cannot be reached or none of its answers comes whole.
     """
     results: list[Result] = []
     with _progress(console or Console(stderr=True)) as progress:
         for config in configs:
-            measured = await _measure(config, progress)
-            results.extend(summarise(measured))
-            if ceiling is not None:
-                results.extend(ceiling(measured))
+            runs = []
+            for run in range(num_runs):
+                measured = await _measure(dataclasses.replace(config, seed=config.seed + run), progress)
+                runs.append([*summarise(measured), *(ceiling(measured) if ceiling is not None else ())])
+            results.extend(_merge(runs))
     return Report(command="bench serve", results=results)
+
+
+def _merge(runs: Sequence[Sequence[Result]]) -> list[Result]:
+    """The same rows of several runs as one row each."""
+    merged = {(row.name, tuple(row.params.items())): row for row in runs[0]}
+    for rows in runs[1:]:
+        for row in rows:
+            key = (row.name, tuple(row.params.items()))
+            merged[key] = dataclasses.replace(row, runs=[*merged[key].runs, *row.runs]) if key in merged else row
+    return list(merged.values())
 
 
 async def _measure(config: ServeBenchConfig, progress: Progress) -> Measured:
@@ -235,6 +247,7 @@ def summarise(measured: Measured) -> list[Result]:
     }
     rates = {
         "output_throughput": (measured.num_output_tokens / measured.duration_s, "tok/s"),
+        "prompt_throughput": (measured.num_prompt_tokens / measured.duration_s, "tok/s"),
         "total_throughput": (
             (measured.num_output_tokens + measured.num_prompt_tokens) / measured.duration_s,
             "tok/s",
