@@ -1,4 +1,3 @@
-# ruff: noqa: ARG001  # numba prescribes the arguments of intrinsics and of their code generators
 """The two inner loops of CPU decode attention, unrolled over the heads and vectors of one shape.
 
     scores     partial[g, t] = the products of query[g] and key[t], D of them left as 16 partial sums
@@ -18,10 +17,10 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from blockferry.kernels import cpu_emit as emit
 from blockferry.kernels.cpu_emit import CACHE_LINE_BYTES, LANES, Element, word
+from blockferry.kernels.cpu_vector import function
 
 MAX_HEADS, MAX_VECTORS = 4, 4  # accumulators that live in registers at once: their product, of 32 (AVX-512)
 
@@ -66,24 +65,19 @@ def make_score_tile(element: Element, head_dim: int, group_size: int) -> Any:
     """score_tile(queries [G, D] float32, addresses [16] of keys, upcoming [16], partial [G, 16, 16] float32)."""
     vectors = head_dim // LANES
 
-    @intrinsic
-    def score_tile(typing_context: Any, queries: Any, addresses: Any, upcoming: Any, partial: Any) -> Any:
-        def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: list[ir.Value]) -> ir.Value:
-            queries, addresses, upcoming, partial = args
-            table, next_table = (builder.inttoptr(address, emit.I64.as_pointer()) for address in (addresses, upcoming))
-            with cgutils.for_range(builder, word(LANES)) as loop:
-                _emit_prefetch(builder, next_table, loop.index, 0, head_dim * element.num_bytes)
-                key = builder.load(builder.gep(table, [loop.index]))
-                row = _emit_row(builder, element, key, range(vectors), first=0, vectors=vectors)
-                for head in range(group_size):
-                    products = _emit_dot(builder, queries, head * head_dim, row)
-                    index = builder.add(builder.mul(loop.index, word(LANES)), word(head * LANES * LANES))
-                    emit.store(builder, Element.FLOAT32, partial, index, products)
-            return context.get_dummy_value()
+    def generate(builder: ir.IRBuilder, *args: ir.Value) -> None:
+        queries, addresses, upcoming, partial = args
+        table, next_table = (builder.inttoptr(address, emit.I64.as_pointer()) for address in (addresses, upcoming))
+        with cgutils.for_range(builder, word(LANES)) as loop:
+            _emit_prefetch(builder, next_table, loop.index, 0, head_dim * element.num_bytes)
+            key = builder.load(builder.gep(table, [loop.index]))
+            row = _emit_row(builder, element, key, range(vectors), first=0, vectors=vectors)
+            for head in range(group_size):
+                products = _emit_dot(builder, queries, head * head_dim, row)
+                index = builder.add(builder.mul(loop.index, word(LANES)), word(head * LANES * LANES))
+                emit.store(builder, Element.FLOAT32, partial, index, products)
 
-        return types.void(*[types.intp] * 4), codegen
-
-    return score_tile
+    return function(types.void, [types.intp] * 4, generate)
 
 
 def make_weigh_values(element: Element, head_dim: int, group_size: int, chunk: int) -> Any:
@@ -113,16 +107,9 @@ def make_weigh_values(element: Element, head_dim: int, group_size: int, chunk: i
         for place, index in places.items():
             emit.store(builder, Element.FLOAT32, totals, index, builder.load(sums[place]))
 
-    @intrinsic
-    def weigh_values(
-        typing_context: Any, totals: Any, addresses: Any, upcoming: Any, weights: Any, num_tokens: Any
-    ) -> Any:
-        def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: list[ir.Value]) -> ir.Value:
-            for heads in _split(group_size, MAX_HEADS):
-                for columns in _split(vectors, MAX_VECTORS):
-                    emit_block(builder, args, heads, columns)
-            return context.get_dummy_value()
+    def generate(builder: ir.IRBuilder, *args: ir.Value) -> None:
+        for heads in _split(group_size, MAX_HEADS):
+            for columns in _split(vectors, MAX_VECTORS):
+                emit_block(builder, args, heads, columns)
 
-        return types.void(*[types.intp] * 5), codegen
-
-    return weigh_values
+    return function(types.void, [types.intp] * 5, generate)

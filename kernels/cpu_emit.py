@@ -93,15 +93,18 @@ def widen(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
     return builder.bitcast(builder.shl(builder.zext(bits, wide), constant_like(wide, 16)), result)
 
 
-def narrow(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """float32 to bfloat16 bits, to nearest even. A NaN stays a NaN, quiet."""
-    wide, half = (I32_LANES, I16_LANES) if isinstance(value.type, ir.VectorType) else (I32, I16)
+def round_to_upper(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """float32 to words whose upper half is the bfloat16, to nearest even. NaNs as processors make them stay NaN."""
+    wide = I32_LANES if isinstance(value.type, ir.VectorType) else I32
     bits = builder.bitcast(value, wide)
     odd = builder.and_(builder.lshr(bits, constant_like(wide, 16)), constant_like(wide, 1))
-    rounded = builder.add(bits, builder.add(odd, constant_like(wide, 0x7FFF)))
-    quiet = builder.or_(bits, constant_like(wide, 0x400000))
-    chosen = builder.select(builder.fcmp_unordered("uno", value, value), quiet, rounded)
-    return builder.trunc(builder.lshr(chosen, constant_like(wide, 16)), half)
+    return builder.add(bits, builder.add(odd, constant_like(wide, 0x7FFF)))
+
+
+def narrow(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """float32 to bfloat16 bits."""
+    wide, half = (I32_LANES, I16_LANES) if isinstance(value.type, ir.VectorType) else (I32, I16)
+    return builder.trunc(builder.lshr(round_to_upper(builder, value), constant_like(wide, 16)), half)
 
 
 def load(builder: ir.IRBuilder, element: Element, address: ir.Value, index: ir.Value) -> ir.Value:
@@ -127,21 +130,38 @@ def load_pair(builder: ir.IRBuilder, element: Element, address: ir.Value, index:
     words = builder.load(pointer(builder, address, index, I16, I32_LANES))
     words.align = element.num_bytes
     even = builder.shl(words, constant_like(I32_LANES, 16))
-    odd = builder.and_(words, constant_like(I32_LANES, 0xFFFF0000))
+    odd = builder.and_(words, _upper_half())
     return [builder.bitcast(half, F32_LANES) for half in (even, odd)]
 
 
 def store_pair(
     builder: ir.IRBuilder, element: Element, address: ir.Value, index: ir.Value, vectors: list[ir.Value]
 ) -> None:
-    """Thirty-two elements back in their order."""
+    """Thirty-two elements that load_pair gave back in their order."""
+    if element is Element.FLOAT32:
+        store_in_turn(builder, element, address, index, vectors)
+        return
+    even, odd = (round_to_upper(builder, vector) for vector in vectors)
+    words = builder.or_(builder.lshr(even, constant_like(I32_LANES, 16)), builder.and_(odd, _upper_half()))
+    builder.store(words, pointer(builder, address, index, I16, I32_LANES)).align = element.num_bytes
+
+
+def store_in_turn(
+    builder: ir.IRBuilder, element: Element, address: ir.Value, index: ir.Value, vectors: list[ir.Value]
+) -> None:
+    """Thirty-two elements, two vectors one after the other."""
     if element is Element.FLOAT32:
         for start, vector in zip((index, builder.add(index, word(LANES))), vectors):
             store(builder, element, address, start, vector)
         return
-    even, odd = (builder.zext(narrow(builder, vector), I32_LANES) for vector in vectors)
-    words = builder.or_(even, builder.shl(odd, constant_like(I32_LANES, 16)))
-    builder.store(words, pointer(builder, address, index, I16, I32_LANES)).align = element.num_bytes
+    halves = [builder.bitcast(round_to_upper(builder, vector), ir.VectorType(I16, 2 * LANES)) for vector in vectors]
+    upper = lane_numbers(list(range(1, 4 * LANES, 2)))
+    packed = builder.shuffle_vector(halves[0], halves[1], upper)
+    builder.store(packed, pointer(builder, address, index, I16, packed.type)).align = element.num_bytes
+
+
+def _upper_half() -> ir.Constant:
+    return constant_like(I32_LANES, 0xFFFF0000)
 
 
 def load_scalar(builder: ir.IRBuilder, address: ir.Value, index: ir.Value) -> ir.Value:

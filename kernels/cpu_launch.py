@@ -11,6 +11,7 @@ takes it. numba's thread pools are not used: a second pool would fight with torc
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import os
 import struct
@@ -27,23 +28,39 @@ from numba import cfunc, njit, types
 from numba.core.registry import cpu_target
 from numba.core.runtime.nrt import rtsys
 
-from blockferry.kernels.cpu_vector import fetch_add, load_i64
+from blockferry.kernels.cpu_vector import fetch_add, jit, load_i64
 
 FIRST_ARGUMENT = 2
 PARALLEL_BYTES = 1 << 17  # less memory traffic than this is not worth waking threads for (about 10 us)
 _MAX_WORDS = 32
+_PACK = tuple(struct.Struct(f"={length + FIRST_ARGUMENT}q").pack_into for length in range(_MAX_WORDS - 1))
 _KERNEL_TYPE = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)  # keeps the GIL: kernels are short
 
 
-def compile_kernel(item: Callable[[int, int], None]) -> Any:
-    """A numba C callback from `item(arguments, index)`; takes up to seconds."""
+def _do_nothing(arguments: int) -> None:
+    pass
+
+
+def compile_kernel(
+    item: Callable[[int, int], None],
+    *,
+    enter: Callable[[int], None] = _do_nothing,
+    leave: Callable[[int], None] = _do_nothing,
+) -> Any:
+    """A numba C callback from `item(arguments, index)`; takes up to seconds.
+
+    Every thread calls enter(arguments) before its first item and leave(arguments) after its last.
+    """
     run_item = njit(types.void(types.intp, types.intp), error_model="numpy")(item)
+    run_enter, run_leave = jit(enter), jit(leave)
 
     def take_items(arguments: int) -> None:
+        run_enter(arguments)
         index = fetch_add(arguments)
         while index < load_i64(arguments, 1):
             run_item(arguments, index)
             index = fetch_add(arguments)
+        run_leave(arguments)
 
     return cfunc(types.void(types.intp), error_model="numpy")(take_items)
 
@@ -59,9 +76,15 @@ class KernelStore:
         for source in sorted(Path(__file__).parent.glob("cpu_*.py")):
             digest.update(source.read_bytes())
         self._version = digest.hexdigest()[:16]
+        self._loaded: dict[str, CompiledKernel] = {}
 
     def get(self, name: str, build: Callable[[], Any]) -> CompiledKernel:
         """The kernel `name`, built by build() (a compile_kernel result) if the folder has none of this version."""
+        if name not in self._loaded:
+            self._loaded[name] = self._load(name, build)
+        return self._loaded[name]
+
+    def _load(self, name: str, build: Callable[[], Any]) -> CompiledKernel:
         path = self._folder / f"{name}-{self._version}.bin"
         if path.exists():
             library_name, symbol, code, bitcode = msgpack.unpackb(path.read_bytes())
@@ -86,22 +109,27 @@ class CompiledKernel:
 
 
 class Launcher:
-    """Runs kernels for one thread; owns the argument block that they read."""
+    """Runs kernels for one thread; owns the argument block that they read. Cheap to make."""
 
     def __init__(self, store: KernelStore) -> None:
         self.store = store
         self._words: Any = np.zeros(_MAX_WORDS, np.int64)
         self._address: int = self._words.ctypes.data
-        self._parallel = _load_parallel()
-        self._pack = [struct.Struct(f"={length}q").pack_into for length in range(_MAX_WORDS + 1)]
+        self._parallel = load_openmp("GOMP_parallel")
 
     def run(self, kernel: CompiledKernel, num_threads: int, num_items: int, arguments: tuple[int, ...]) -> None:
         """Compute items 0..num_items-1; returns when all are done."""
-        self._pack[len(arguments) + FIRST_ARGUMENT](self._words, 0, 0, num_items, *arguments)
+        _PACK[len(arguments)](self._words, 0, 0, num_items, *arguments)
         if num_threads > 1 and self._parallel is not None:
             self._parallel(kernel.address, self._address, num_threads, 0)
         else:
             kernel.function(self._address)
+
+
+@functools.cache
+def kernel_store(folder: Path) -> KernelStore:
+    """The process's one store of a folder."""
+    return KernelStore(folder)
 
 
 def choose_num_threads(num_bytes: int) -> int:
@@ -114,10 +142,11 @@ def float_bits(value: float) -> int:
     return int(struct.unpack("<i", struct.pack("<f", value))[0])
 
 
-def _load_parallel() -> Any | None:
-    """GOMP_parallel of the OpenMP runtime that torch brings, or None where it brings another."""
+@functools.cache
+def load_openmp(name: str) -> Any | None:
+    """A function of the OpenMP runtime that torch brings, or None where it brings another than GNU's."""
     for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
-        function = ctypes.PyDLL(str(path)).GOMP_parallel
+        function = getattr(ctypes.PyDLL(str(path)), name)
         function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
         function.restype = None
         return function

@@ -35,8 +35,8 @@ class _VectorModel(models.PrimitiveModel):
         super().__init__(dmm, fe_type, emit.F32_LANES)  # type: ignore[no-untyped-call]  # numba is half typed
 
 
-def _function(result: Any, operands: list[Any], generate: Callable[..., ir.Value | None]) -> Any:
-    """A function of 1 to 5 operands whose code generate(builder, *values) emits; None means nothing is returned."""
+def function(result: Any, operands: list[Any], generate: Callable[..., ir.Value | None]) -> Any:
+    """A function of 1 to 6 operands for numba code, emitted by generate(builder, *values); None: returns nothing."""
     signature = result(*operands)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: list[ir.Value]) -> ir.Value:
@@ -56,24 +56,34 @@ def _function(result: Any, operands: list[Any], generate: Callable[..., ir.Value
     def four(typing_context: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
         return signature, codegen
 
-    return intrinsic((one, two, three, four)[len(operands) - 1])
+    def five(typing_context: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
+        return signature, codegen
+
+    def six(typing_context: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
+        return signature, codegen
+
+    return intrinsic((one, two, three, four, five, six)[len(operands) - 1])
 
 
 def _lanewise(num_operands: int, generate: Callable[..., ir.Value]) -> Any:
-    return _function(f32x16, [f32x16] * num_operands, generate)
+    return function(f32x16, [f32x16] * num_operands, generate)
 
 
 _ADDRESS = [types.intp, types.intp]
-_LOAD = {e: _function(f32x16, _ADDRESS, lambda b, a, i, e=e: emit.load(b, e, a, i)) for e in Element}
-_LOAD_EVEN = {e: _function(f32x16, _ADDRESS, lambda b, a, i, e=e: emit.load_pair(b, e, a, i)[0]) for e in Element}
-_LOAD_ODD = {e: _function(f32x16, _ADDRESS, lambda b, a, i, e=e: emit.load_pair(b, e, a, i)[1]) for e in Element}
+_LOAD = {e: function(f32x16, _ADDRESS, lambda b, a, i, e=e: emit.load(b, e, a, i)) for e in Element}
+_LOAD_EVEN = {e: function(f32x16, _ADDRESS, lambda b, a, i, e=e: emit.load_pair(b, e, a, i)[0]) for e in Element}
+_LOAD_ODD = {e: function(f32x16, _ADDRESS, lambda b, a, i, e=e: emit.load_pair(b, e, a, i)[1]) for e in Element}
 _STORE = {
-    e: _function(types.void, [*_ADDRESS, f32x16], lambda b, a, i, v, e=e: emit.store(b, e, a, i, v)) for e in Element
+    e: function(types.void, [*_ADDRESS, f32x16], lambda b, a, i, v, e=e: emit.store(b, e, a, i, v)) for e in Element
+}
+_STORE_IN_TURN = {
+    e: function(
+        types.void, [*_ADDRESS, f32x16, f32x16], lambda b, a, i, v, w, e=e: emit.store_in_turn(b, e, a, i, [v, w])
+    )
+    for e in Element
 }
 _STORE_PAIR = {
-    e: _function(
-        types.void, [*_ADDRESS, f32x16, f32x16], lambda b, a, i, v, w, e=e: emit.store_pair(b, e, a, i, [v, w])
-    )
+    e: function(types.void, [*_ADDRESS, f32x16, f32x16], lambda b, a, i, v, w, e=e: emit.store_pair(b, e, a, i, [v, w]))
     for e in Element
 }
 
@@ -103,6 +113,11 @@ def store_pair_of(element: Element) -> Any:
     return _STORE_PAIR[element]
 
 
+def store_in_turn_of(element: Element) -> Any:
+    """store(address, index, first, second): 32 elements, one vector after the other."""
+    return _STORE_IN_TURN[element]
+
+
 load_f32, store_f32 = load_of(Element.FLOAT32), store_of(Element.FLOAT32)
 
 
@@ -122,8 +137,8 @@ def _emit_store_element(element: Element) -> Callable[..., None]:
     return generate
 
 
-_LOAD_ELEMENT = {e: _function(types.float32, _ADDRESS, _emit_load_element(e)) for e in Element}
-_STORE_ELEMENT = {e: _function(types.void, [*_ADDRESS, types.float32], _emit_store_element(e)) for e in Element}
+_LOAD_ELEMENT = {e: function(types.float32, _ADDRESS, _emit_load_element(e)) for e in Element}
+_STORE_ELEMENT = {e: function(types.void, [*_ADDRESS, types.float32], _emit_store_element(e)) for e in Element}
 
 
 def load_element_of(element: Element) -> Any:
@@ -151,9 +166,9 @@ def _emit_store_i64(builder: ir.IRBuilder, address: ir.Value, index: ir.Value, v
     builder.store(value, emit.pointer(builder, address, index, emit.I64, emit.I64))
 
 
-load_i32 = _function(types.intp, _ADDRESS, _emit_load_integer(emit.I32))
-load_i64 = _function(types.intp, _ADDRESS, _emit_load_integer(emit.I64))
-store_i64 = _function(types.void, [*_ADDRESS, types.intp], _emit_store_i64)
+load_i32 = function(types.intp, _ADDRESS, _emit_load_integer(emit.I32))
+load_i64 = function(types.intp, _ADDRESS, _emit_load_integer(emit.I64))
+store_i64 = function(types.void, [*_ADDRESS, types.intp], _emit_store_i64)
 
 
 def _emit_select(operator: str) -> Callable[..., ir.Value]:
@@ -187,9 +202,9 @@ maximum = _lanewise(2, _emit_select(">"))
 minimum = _lanewise(2, _emit_select("<"))
 _round = _lanewise(1, _emit_round)
 _power_of_two = _lanewise(1, _emit_power_of_two)
-splat = _function(f32x16, [types.float32], emit.splat)
-sum_lanes = _function(types.float32, [f32x16], lambda builder, a: emit.fold(builder, a, _emit_add))
-max_lanes = _function(types.float32, [f32x16], lambda builder, a: emit.fold(builder, a, _emit_select(">")))
+splat = function(f32x16, [types.float32], emit.splat)
+sum_lanes = function(types.float32, [f32x16], lambda builder, a: emit.fold(builder, a, _emit_add))
+max_lanes = function(types.float32, [f32x16], lambda builder, a: emit.fold(builder, a, _emit_select(">")))
 
 
 def _emit_keep_lanes(builder: ir.IRBuilder, vector: ir.Value, count: ir.Value, filler: ir.Value) -> ir.Value:
@@ -214,12 +229,12 @@ def _emit_copy_bytes(builder: ir.IRBuilder, target: ir.Value, source: ir.Value, 
 
 
 # keep_lanes(vector, count, filler): the first `count` lanes of vector, the rest `filler`
-keep_lanes = _function(f32x16, [f32x16, types.intp, types.float32], _emit_keep_lanes)
+keep_lanes = function(f32x16, [f32x16, types.intp, types.float32], _emit_keep_lanes)
 # sum_rows(address): lane t is the sum of the t-th of 16 consecutive float32 vectors
-sum_rows = _function(f32x16, [types.intp], _emit_sum_rows)
+sum_rows = function(f32x16, [types.intp], _emit_sum_rows)
 # fetch_add(address): atomically adds one to an int64, returns the value before
-fetch_add = _function(types.intp, [types.intp], _emit_fetch_add)
-copy_bytes = _function(types.void, [types.intp] * 3, _emit_copy_bytes)
+fetch_add = function(types.intp, [types.intp], _emit_fetch_add)
+copy_bytes = function(types.void, [types.intp] * 3, _emit_copy_bytes)
 
 
 def _scratch(typing_context: Any, num_floats: Any) -> Any:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from blockferry.engine.attention.base import AttentionBackend, AttentionMetadata
 from blockferry.engine.config import cache_dir
 from blockferry.kernels.cpu_kv_write import KvWrite
-from blockferry.kernels.cpu_launch import KernelStore, Launcher
+from blockferry.kernels.cpu_launch import Launcher, kernel_store
 from blockferry.kernels.cpu_paged_decode import PagedDecode, decode_oracle
 
 
@@ -25,7 +25,7 @@ class CpuAttention(AttentionBackend):
     """
 
     def __init__(self) -> None:
-        launcher = Launcher(KernelStore(cache_dir() / "kernels"))
+        launcher = Launcher(kernel_store(cache_dir() / "kernels"))
         self._decode = PagedDecode(launcher)
         self._write = KvWrite(launcher)
 

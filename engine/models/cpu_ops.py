@@ -1,8 +1,5 @@
 """LayerOps on CPU: one jitted kernel per operation, in place where the protocol allows it.
 
-Linear layers are not here: layers.PackedLinear (oneDNN with the weight reordered once) was the fastest that torch has
-at every number of rows, 1.4 to 3 times functional.linear on a Sapphire Rapids core.
-
 Legend: T tokens, E hidden, F feed-forward, H heads (query or KV), K KV heads, D head dim.
 """
 
@@ -12,7 +9,7 @@ import torch
 
 from blockferry.engine.config import cache_dir
 from blockferry.engine.models.ops import LayerOps
-from blockferry.kernels.cpu_launch import KernelStore, Launcher
+from blockferry.kernels.cpu_launch import Launcher, kernel_store
 from blockferry.kernels.cpu_rms_norm import RmsNorm
 from blockferry.kernels.cpu_rotary import Rotary
 from blockferry.kernels.cpu_silu_mul import SiluMul
@@ -25,7 +22,7 @@ class CpuOps(LayerOps):
     """
 
     def __init__(self) -> None:
-        launcher = Launcher(KernelStore(cache_dir() / "kernels"))
+        launcher = Launcher(kernel_store(cache_dir() / "kernels"))
         self._rms_norm = RmsNorm(launcher)
         self._silu_mul = SiluMul(launcher)
         self._rotary = Rotary(launcher)

@@ -82,6 +82,11 @@ class PackedLinear:
 
 def make_linear(weight_FE: torch.Tensor, bias_F: torch.Tensor | None = None) -> Linear:
     """The fastest exact linear layer for the weight's device and dtype."""
+    if weight_FE.device.type == "cpu" and weight_FE.dtype is torch.bfloat16:
+        from blockferry.engine.models.cpu_linear import CpuLinear, can_tile  # loads numba, which GPU workers never need
+
+        if can_tile(weight_FE):
+            return CpuLinear(weight_FE, bias_F)
     if weight_FE.device.type == "cpu" and _can_pack(weight_FE.dtype):
         return PackedLinear(weight_FE, bias_F)
     return DenseLinear(weight_FE, bias_F)

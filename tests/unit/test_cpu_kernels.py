@@ -8,10 +8,13 @@ import sys
 import pytest
 import torch
 
+from blockferry.engine.models.cpu_linear import CpuLinear, can_tile
 from blockferry.engine.models.cpu_ops import CpuOps
 from blockferry.engine.models.ops import TorchOps
+from blockferry.kernels.cpu_amx import has_amx
 from blockferry.kernels.cpu_kv_write import KvWrite, kv_write_oracle
 from blockferry.kernels.cpu_launch import KernelStore, Launcher
+from blockferry.kernels.cpu_linear import linear_oracle
 from blockferry.kernels.cpu_rms_norm import rms_norm_oracle
 from blockferry.kernels.cpu_rotary import rotate_oracle
 from blockferry.kernels.cpu_silu_mul import silu_mul_oracle
@@ -127,8 +130,37 @@ def test_rows_do_not_depend_on_other_rows_or_threads(ops, num_threads):
     assert torch.equal(torch.cat(alone), together[[0, 350, 699]])
 
 
+@pytest.mark.skipif(not has_amx(), reason="needs AMX")
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(32, 32), (576, 288), (96, 544)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_tiled_linear_matches_its_oracle_and_rows_do_not_depend_on_others(num_inputs, num_outputs, has_bias):
+    weight = random(num_outputs, num_inputs, dtype=torch.bfloat16, scale=num_inputs**-0.5)
+    bias = random(num_outputs, dtype=torch.bfloat16, seed=1) if has_bias else None
+    linear = CpuLinear(weight, bias)
+    x = random(150, num_inputs, dtype=torch.bfloat16, seed=2)
+    together = linear(x)
+    assert_close(together, linear_oracle(x, weight, bias))
+    for num_rows in (1, 2, 15, 16, 17, 31, 32, 33, 48, 49, 64, 65, 97, 129):
+        assert torch.equal(linear(x[:num_rows]), together[:num_rows]), num_rows
+
+
+@pytest.mark.skipif(not has_amx(), reason="needs AMX")
+def test_tiled_linear_reads_rows_of_any_stride():
+    linear = CpuLinear(random(32, 64, dtype=torch.bfloat16), None)
+    wide = random(5, 200, dtype=torch.bfloat16)
+    for x in (wide[:, 7:71], wide[:, 0:128:2]):
+        assert torch.equal(linear(x), linear(x.contiguous()))
+
+
+def test_weights_that_do_not_fill_tiles_are_refused():
+    assert not can_tile(torch.zeros(48, 64, dtype=torch.bfloat16))
+    assert not can_tile(torch.zeros(64, 48, dtype=torch.bfloat16))
+    assert not can_tile(torch.zeros(64, 64))
+
+
 READ_BACK = """
 import sys, pathlib, torch
+from blockferry.kernels.cpu_amx import has_amx
 from blockferry.kernels.cpu_kv_write import KvWrite
 from blockferry.kernels.cpu_launch import KernelStore, Launcher
 store = KernelStore(pathlib.Path(sys.argv[1]))
