@@ -73,6 +73,7 @@ def serve(config: ConfigFile, address: Address = None) -> None:
     from blockferry.cluster.session import Wish, deployed
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(cli_output.only_results_on_stdout())
         with cli_output.progress_bar() as report:
             deployment = _load(config, report)
             wish = Wish(deployment=deployment, file=config, address=address, with_api=True)
@@ -103,15 +104,17 @@ def generate(  # noqa: PLR0913, PLR0917 - one parameter per option
 
     styles = {None: PromptStyle.AUTO, True: PromptStyle.CHAT, False: PromptStyle.RAW}
     options = GenerateOptions(max_tokens=max_tokens, temperature=temperature, style=styles[is_chat], seed=seed)
-    with contextlib.ExitStack() as stack, cli_output.progress_bar() as report:
-        deployment = _load(config, report)
-        endpoint = stack.enter_context(_endpoint(deployment, config, address, report))
-        report(Progress(phase="generating", done=0, total=1))
-        answers = asyncio.run(attached(endpoint, deployment.config, prompts, options))
-    if as_json:
-        cli_output.print_json({"outputs": [answer.to_json() for answer in answers]})
-    else:
-        cli_output.print_answers(answers)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(cli_output.only_results_on_stdout())
+        with cli_output.progress_bar() as report:
+            deployment = _load(config, report)
+            endpoint = stack.enter_context(_endpoint(deployment, config, address, report))
+            report(Progress(phase="generating", done=0, total=1))
+            answers = asyncio.run(attached(endpoint, deployment.config, prompts, options))
+        if as_json:
+            cli_output.print_json({"outputs": [answer.to_json() for answer in answers]})
+        else:
+            cli_output.print_answers(answers)
     if any(answer.error for answer in answers):
         raise typer.Exit(1)
 
@@ -121,7 +124,8 @@ def status(address: Address = None, as_json: AsJson = False) -> None:
     """Show instances, workers, ledgers and transfers of running deployments."""
     from blockferry.cluster.status import deployments_at, deployments_here
 
-    deployments = deployments_here() if address is None else deployments_at(address)
+    with cli_output.only_results_on_stdout():
+        deployments = deployments_here() if address is None else deployments_at(address)
     if as_json:
         cli_output.print_json({"deployments": deployments})
     else:
@@ -133,7 +137,8 @@ def check(config: ConfigFile, address: Address = None, as_json: AsJson = False) 
     """Say what would not work here, and why, before anything starts."""
     from blockferry.cluster.check import check_deployment
 
-    findings = check_deployment(config, address=address)
+    with cli_output.only_results_on_stdout():
+        findings = check_deployment(config, address=address)
     if as_json:
         cli_output.print_json({"findings": [finding.to_json() for finding in findings]})
     else:

@@ -6,10 +6,11 @@ Progress and errors go to stderr, results to stdout, so that a --json document s
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -25,6 +26,24 @@ if TYPE_CHECKING:
 PIPE_COLUMNS = 160
 
 
+_results: contextvars.ContextVar[TextIO | None] = contextvars.ContextVar("results", default=None)
+
+
+@contextlib.contextmanager
+def only_results_on_stdout() -> Iterator[None]:
+    """Send to stderr whatever others print meanwhile (Ray tells its errors on stdout)."""
+    token = _results.set(sys.stdout)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _results.reset(token)
+
+
+def _stdout() -> TextIO:
+    return _results.get() or sys.stdout
+
+
 def print_error(message: str) -> None:
     """One line on stderr."""
     print(f"error: {' '.join(message.split())}", file=sys.stderr)  # noqa: T201
@@ -32,12 +51,12 @@ def print_error(message: str) -> None:
 
 def print_json(document: Any) -> None:
     """One JSON document on stdout."""
-    print(json.dumps(document, indent=2, ensure_ascii=False))  # noqa: T201
+    print(json.dumps(document, indent=2, ensure_ascii=False), file=_stdout())
 
 
 def print_line(text: str) -> None:
     """A line on stdout, as it is."""
-    print(text, flush=True)  # noqa: T201
+    print(text, file=_stdout(), flush=True)
 
 
 def note(text: str) -> None:
@@ -148,8 +167,8 @@ def print_status(deployments: Sequence[Mapping[str, Any]]) -> None:
 
 def _wide_console() -> Console:
     """Stdout; in a file or a pipe wide enough that no table column is cut."""
-    console = Console()
-    return console if console.is_terminal else Console(width=PIPE_COLUMNS)
+    console = Console(file=_stdout())
+    return console if console.is_terminal else Console(file=_stdout(), width=PIPE_COLUMNS)
 
 
 def print_findings(findings: Sequence[Finding]) -> None:

@@ -76,28 +76,25 @@ class Running:
         return ""
 
     def close(self, reason: str) -> None:
-        """Stop every actor and give the reservations back. Idempotent."""
+        """Stop every actor and give the reservations back; every wait has a limit. Idempotent."""
+        ranks = [rank for ranks in self.workers.values() for rank in ranks]
+        everyone = [actor for actor in (self.api, self.scheduler, *ranks) if actor is not None]
         with contextlib.suppress(ray.exceptions.RayError):
             if self.api is not None:
                 self.api.shutdown.remote()
             if self.scheduler is not None:
                 # tells clients and workers, so that requests end with the reason and the workers' run() returns
-                ray.wait([self.scheduler.shutdown.remote(reason)], timeout=STOP_TIMEOUT_S)
-            if self.runs:
-                ray.wait(list(self.runs.values()), num_returns=len(self.runs), timeout=STOP_TIMEOUT_S)
-            ranks = [rank for ranks in self.workers.values() for rank in ranks]
-            if ranks:
-                shutdowns = [rank.shutdown.remote() for rank in ranks]
-                ray.wait(shutdowns, num_returns=len(shutdowns), timeout=STOP_TIMEOUT_S)
-        for actor in [self.api, self.scheduler, *(rank for ranks in self.workers.values() for rank in ranks)]:
-            if actor is not None:
-                with contextlib.suppress(ray.exceptions.RayError, ValueError):
-                    ray.kill(actor)
-        self.api = self.scheduler = None
-        self.workers, self.runs = {}, {}
+                _wait_for([self.scheduler.shutdown.remote(reason)])
+            _wait_for(list(self.runs.values()))
+            _wait_for([rank.shutdown.remote() for rank in ranks])
+            _wait_for([actor.__ray_terminate__.remote() for actor in everyone])
+        for actor in everyone:
+            with contextlib.suppress(ray.exceptions.RayError, ValueError):
+                ray.kill(actor)  # whoever has not ended by himself
         with contextlib.suppress(ray.exceptions.RayError):
             placement.release(self.groups)
-        self.groups = {}
+        self.api = self.scheduler = None
+        self.workers, self.runs, self.groups = {}, {}, {}
 
 
 def launch(deployment: Deployment, report: Report, *, with_api: bool) -> Running:
@@ -328,6 +325,11 @@ def _serve_api(running: Running, report: Report) -> None:
     done, _ = ray.wait([ready, running.runs["api"]], timeout=STEP_TIMEOUT_S)
     if ready not in done:
         raise LaunchError(running.find_failure(0.0) or f"the HTTP server was not ready within {STEP_TIMEOUT_S:g} s")
+
+
+def _wait_for(references: list[Any]) -> None:
+    if references:
+        ray.wait(references, num_returns=len(references), timeout=STOP_TIMEOUT_S)
 
 
 def _gather(
