@@ -46,7 +46,7 @@ def _emit_row(
 def _emit_prefetch(builder: ir.IRBuilder, table: ir.Value, token: ir.Value, first_byte: int, num_bytes: int) -> None:
     address = builder.load(builder.gep(table, [token]))
     for offset in range(first_byte, first_byte + num_bytes, CACHE_LINE_BYTES):
-        emit.prefetch(builder, builder.add(address, word(offset)))
+        emit.prefetch(builder, builder.add(address, word(offset)), cache_level=2)
 
 
 def _emit_dot(builder: ir.IRBuilder, queries: ir.Value, first: int, row: dict[int, ir.Value]) -> ir.Value:

@@ -34,7 +34,9 @@ FIRST_ARGUMENT = 2
 PARALLEL_BYTES = 1 << 17  # less memory traffic than this is not worth waking threads for (about 10 us)
 _MAX_WORDS = 32
 _PACK = tuple(struct.Struct(f"={length + FIRST_ARGUMENT}q").pack_into for length in range(_MAX_WORDS - 1))
-_KERNEL_TYPE = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)  # keeps the GIL: kernels are short
+# these keep the GIL: kernels are short
+_KERNEL_TYPE = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
+_PARALLEL_TYPE = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
 
 
 def _do_nothing(arguments: int) -> None:
@@ -115,7 +117,8 @@ class Launcher:
         self.store = store
         self._words: Any = np.zeros(_MAX_WORDS, np.int64)
         self._address: int = self._words.ctypes.data
-        self._parallel = load_openmp("GOMP_parallel")
+        address = openmp_address("GOMP_parallel")
+        self._parallel = _PARALLEL_TYPE(address) if address else None
 
     def run(self, kernel: CompiledKernel, num_threads: int, num_items: int, arguments: tuple[int, ...]) -> None:
         """Compute items 0..num_items-1; returns when all are done."""
@@ -143,11 +146,9 @@ def float_bits(value: float) -> int:
 
 
 @functools.cache
-def load_openmp(name: str) -> Any | None:
-    """A function of the OpenMP runtime that torch brings, or None where it brings another than GNU's."""
+def openmp_address(name: str) -> int:
+    """Address of a function of the OpenMP runtime that torch brings, 0 where that is not GNU's."""
     for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
-        function = getattr(ctypes.PyDLL(str(path)), name)
-        function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-        function.restype = None
-        return function
-    return None
+        function = getattr(ctypes.CDLL(str(path)), name)
+        return ctypes.cast(function, ctypes.c_void_p).value or 0
+    return 0

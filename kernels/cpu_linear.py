@@ -63,9 +63,9 @@ class TiledLinear:
         self._many_rows: CompiledKernel = launcher.store.get("linear-many_rows", compile_many_rows)
         self.num_items = self.num_outputs // ITEM_OUTPUTS  # of few_rows
 
-    def arguments(self, x_TE: torch.Tensor, out_TF: torch.Tensor, num_threads: int) -> tuple[int, ...]:
-        """Of either kernel, for rows of x that are dense and out that is contiguous."""
-        return (x_TE.data_ptr(), out_TF.data_ptr(), len(x_TE), 2 * x_TE.stride(0), num_threads, *self._constants)
+    def arguments(self, x_TE: torch.Tensor, out_TF: torch.Tensor) -> tuple[int, ...]:
+        """Of either kernel, after the number of threads; for rows of x that are dense and out that is contiguous."""
+        return (len(x_TE), x_TE.data_ptr(), out_TF.data_ptr(), 2 * x_TE.stride(0), *self._constants)
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
         """[T, F]; x is bfloat16."""
@@ -78,7 +78,7 @@ class TiledLinear:
         if num_rows > MAX_FEW_ROWS:
             kernel = self._many_rows
             num_items = -(-num_rows // _PART_ROWS) * -(-self.num_outputs // _CHUNK_OUTPUTS)
-        self._launcher.run(kernel, num_threads, num_items, self.arguments(x_TE, out_TF, num_threads))
+        self._launcher.run(kernel, num_threads, num_items, (num_threads, *self.arguments(x_TE, out_TF)))
         return out_TF
 
 
@@ -92,7 +92,9 @@ def can_tile(weight_FE: torch.Tensor) -> bool:
 def pack_weight(weight_FE: torch.Tensor) -> torch.Tensor:
     """[F/16, E/2, 16, 2], contiguous."""
     num_outputs, num_inputs = weight_FE.shape
-    return weight_FE.reshape(num_outputs // 16, 16, num_inputs // 2, 2).transpose(1, 2).contiguous()
+    # NumPy's memory asks for huge pages, which stream a twentieth faster; torch's does not
+    packed = torch.from_numpy(np.empty((num_outputs // 16, num_inputs // 2, 16, 2), np.int16)).view(torch.bfloat16)
+    return packed.copy_(weight_FE.reshape(num_outputs // 16, 16, num_inputs // 2, 2).transpose(1, 2))
 
 
 def linear_oracle(x_TE: torch.Tensor, weight_FE: torch.Tensor, bias_F: torch.Tensor | None) -> torch.Tensor:
@@ -112,11 +114,11 @@ def _configure(num_rows: int) -> Any:
 
 def compile_few_rows() -> Any:
     """The kernel of up to 64 rows; an item is 32 outputs of all rows. The weights set the pace."""
-    compute_group = make_compute_group()
+    compute_group = make_compute_group(cache_level=2)
     sum_floats = _GROUP_ROWS * ITEM_OUTPUTS
 
     def compute_item(arguments: int, index: int) -> None:
-        rows, num_threads, num_inputs = load_i64(arguments, 4), load_i64(arguments, 6), load_i64(arguments, 10)
+        num_threads, rows, num_inputs = load_i64(arguments, 2), load_i64(arguments, 3), load_i64(arguments, 10)
         ahead = num_threads * ITEM_OUTPUTS * num_inputs * 2  # what this thread takes next, most likely
         sums = scratch(sum_floats)
         for first in range(0, rows, _GROUP_ROWS):
@@ -130,11 +132,11 @@ def compile_many_rows() -> Any:
 
     32 rows at a time stay in the L1 cache while the weights stream past them.
     """
-    compute_group = make_compute_group()
+    compute_group = make_compute_group(cache_level=1)
     sum_floats = _GROUP_ROWS * ITEM_OUTPUTS
 
     def compute_item(arguments: int, index: int) -> None:
-        rows, num_outputs = load_i64(arguments, 4), load_i64(arguments, 11)
+        rows, num_outputs = load_i64(arguments, 3), load_i64(arguments, 11)
         num_parts = (rows + _PART_ROWS - 1) // _PART_ROWS
         chunk = index // num_parts
         first_row, first_output = (index - chunk * num_parts) * _PART_ROWS, chunk * _CHUNK_OUTPUTS
@@ -149,16 +151,16 @@ def compile_many_rows() -> Any:
 
 
 def _enter(arguments: int) -> None:
-    configure(load_i64(arguments, 9) + 64 * min(_GROUP_ROWS, load_i64(arguments, 4)))
+    configure(load_i64(arguments, 9) + 64 * min(_GROUP_ROWS, load_i64(arguments, 3)))
 
 
 def _leave(arguments: int) -> None:
     release(arguments)
 
 
-def make_compute_group() -> Any:
+def make_compute_group(*, cache_level: int) -> Any:
     """compute_group(arguments, first row, rows, first output, ahead, sums): 32 outputs of up to 32 rows."""
-    one, two = make_sum_group(1), make_sum_group(2)
+    one, two = (make_sum_group(tiles, cache_level=cache_level) for tiles in (1, 2))
     store = store_in_turn_of(Element.BFLOAT16)
     tile_bytes, row_bytes = TILE_ROWS * LANES * 4, LANES * 4
 
@@ -175,10 +177,10 @@ def make_compute_group() -> Any:
 
     @jit
     def compute_group(arguments: int, first: int, rows: int, output: int, ahead: int, sums: int) -> None:
-        x, out, x_stride = load_i64(arguments, 2), load_i64(arguments, 3), load_i64(arguments, 5)
+        x, out, x_stride = load_i64(arguments, 4), load_i64(arguments, 5), load_i64(arguments, 6)
         packed, bias, configurations = load_i64(arguments, 7), load_i64(arguments, 8), load_i64(arguments, 9)
         num_inputs, out_stride = load_i64(arguments, 10), 2 * load_i64(arguments, 11)
-        usual = min(_GROUP_ROWS, load_i64(arguments, 4))
+        usual = min(_GROUP_ROWS, load_i64(arguments, 3))
         inputs, weights = x + first * x_stride, packed + output * num_inputs * 2
         if rows != usual:
             configure(configurations + 64 * rows)
@@ -193,10 +195,10 @@ def make_compute_group() -> Any:
     return compute_group
 
 
-def make_sum_group(num_row_tiles: int) -> Any:
+def make_sum_group(num_row_tiles: int, *, cache_level: int) -> Any:
     """sum_group(x, x stride, weights, ahead, E, sums): up to 16 or 32 rows and 32 outputs, tile by tile.
 
-    Asks for the weights that lie `ahead` bytes further on its way.
+    Asks for the weights that lie `ahead` bytes further on its way, into the cache of that level.
     """
 
     def emit_step(builder: ir.IRBuilder, args: list[ir.Value], index: ir.Value) -> None:
@@ -211,7 +213,8 @@ def make_sum_group(num_row_tiles: int) -> Any:
             offset = builder.mul(builder.add(index, builder.mul(size, word(half))), word(32))
             address = builder.add(weights, offset)
             for line in range(0, TILE_INPUTS * 32, CACHE_LINE_BYTES):
-                emit.prefetch(builder, builder.add(address, builder.add(ahead, word(line))))
+                line_address = builder.add(address, builder.add(ahead, word(line)))
+                emit.prefetch(builder, line_address, cache_level=cache_level)
             amx.load(builder, _WEIGHT + half, address, word(amx.TILE_ROW_BYTES))
             for tile in range(num_row_tiles):
                 amx.dot(builder, 2 * tile + half, _INPUT + tile, _WEIGHT + half)

@@ -90,18 +90,41 @@ class PagedDecode:
         out_RHD: torch.Tensor,  # contiguous, written
     ) -> None:
         """Attend over each row's seq_len tokens after storing the newest. Call only what `accepts` takes."""
-        q_RHD, k_RKD, v_RKD = qkv
-        num_rows, num_heads, head_dim = q_RHD.shape
-        num_kv_heads = k_RKD.shape[1]
-        element = Element.FLOAT32 if q_RHD.dtype == torch.float32 else Element.BFLOAT16
-        num_bytes = element.num_bytes
+        num_rows, num_heads, head_dim = qkv[0].shape
+        num_kv_heads = qkv[1].shape[1]
+        element = Element.FLOAT32 if qkv[0].dtype == torch.float32 else Element.BFLOAT16
         kernel = self.prepare(element, head_dim=head_dim, group_size=num_heads // num_kv_heads)
-        # a row's pages are far more than 100 KB unless there is next to nothing to do
         num_items = num_rows * num_kv_heads
+        # a row's pages are far more than 100 KB unless there is next to nothing to do
         num_threads = torch.get_num_threads() if num_items > 1 else 1
+        arguments = self.arguments(
+            qkv,
+            kv_cache,
+            block_table_RM=block_table_RM,
+            seq_lens_R=seq_lens_R,
+            slot_mapping_R=slot_mapping_R,
+            scale=scale,
+            out_RHD=out_RHD,
+        )
+        self._launcher.run(kernel, num_threads, num_items, (num_threads, *arguments))
+
+    def arguments(
+        self,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        kv_cache: torch.Tensor,
+        *,
+        block_table_RM: torch.Tensor,
+        seq_lens_R: torch.Tensor,
+        slot_mapping_R: torch.Tensor,
+        scale: float,
+        out_RHD: torch.Tensor,
+    ) -> tuple[int, ...]:
+        """Of the kernel, after the number of threads; an item is a KV head of a row."""
+        q_RHD, k_RKD, v_RKD = qkv
+        num_bytes = q_RHD.element_size()
         stride_block, stride_head, stride_token, _ = kv_cache.stride()
-        arguments = (
-            num_kv_heads,
+        return (
+            k_RKD.shape[1],
             kv_cache.shape[2],
             block_table_RM.stride(0),
             q_RHD.data_ptr(),
@@ -119,9 +142,7 @@ class PagedDecode:
             seq_lens_R.data_ptr(),
             slot_mapping_R.data_ptr(),
             float_bits(scale),
-            num_threads,
         )
-        self._launcher.run(kernel, num_threads, num_items, arguments)
 
 
 def decode_oracle(
@@ -216,31 +237,31 @@ def compile_paged_decode(element: Element, head_dim: int, group_size: int) -> An
                 store_f32(totals, index, multiply(load_f32(totals, index), factor))
 
     def attend(arguments: int, index: int) -> None:
+        num_items, num_threads = load_i64(arguments, 1), load_i64(arguments, 2)
         num_kv_heads, block_size, table_stride = (
-            load_i64(arguments, 2),
             load_i64(arguments, 3),
-            load_i64(arguments, 4),  # elements
+            load_i64(arguments, 4),
+            load_i64(arguments, 5),  # elements
         )
         q, k, v, out, cache = (
-            load_i64(arguments, 5),  # [R, H, D], heads contiguous
-            load_i64(arguments, 6),  # [R, K, D], heads contiguous
-            load_i64(arguments, 7),
-            load_i64(arguments, 8),  # [R, H, D] contiguous
-            load_i64(arguments, 9),  # [B, K, N, 2*D]
+            load_i64(arguments, 6),  # [R, H, D], heads contiguous
+            load_i64(arguments, 7),  # [R, K, D], heads contiguous
+            load_i64(arguments, 8),
+            load_i64(arguments, 9),  # [R, H, D] contiguous
+            load_i64(arguments, 10),  # [B, K, N, 2*D]
         )
         q_stride, k_stride, v_stride = (  # bytes from row to row
-            load_i64(arguments, 10),
             load_i64(arguments, 11),
             load_i64(arguments, 12),
+            load_i64(arguments, 13),
         )
         stride_block, stride_head, stride_token = (  # bytes
-            load_i64(arguments, 13),
             load_i64(arguments, 14),
             load_i64(arguments, 15),
+            load_i64(arguments, 16),
         )
-        table, seq_lens, slots = load_i64(arguments, 16), load_i64(arguments, 17), load_i64(arguments, 18)
-        scale, num_threads = splat(load_scalar(arguments, 2 * 19)), load_i64(arguments, 20)
-        num_items = load_i64(arguments, 1)
+        table, seq_lens, slots = load_i64(arguments, 17), load_i64(arguments, 18), load_i64(arguments, 19)
+        scale = splat(load_scalar(arguments, 2 * 20))
 
         row = index // num_kv_heads
         kv_head = index - row * num_kv_heads

@@ -36,22 +36,39 @@ class RmsNorm:
         self._norms: dict[Element, CompiledKernel] = {}
         self._add_norms: dict[Element, CompiledKernel] = {}
 
-    def prepare(self, element: Element) -> None:
-        """Compile or load the kernels of one dtype."""
+    def prepare_norm(self, element: Element) -> CompiledKernel:
+        """Compile or load the kernel of norm()."""
         if element not in self._norms:
-            get, value = self._launcher.store.get, element.value
-            self._norms[element] = get(f"rms_norm-{value}", lambda: compile_rms_norm(element))
-            self._add_norms[element] = get(f"add_rms_norm-{value}", lambda: compile_add_rms_norm(element))
+            name = f"rms_norm-{element.value}"
+            self._norms[element] = self._launcher.store.get(name, lambda: compile_rms_norm(element))
+        return self._norms[element]
+
+    def prepare_add_norm(self, element: Element) -> CompiledKernel:
+        """Compile or load the kernel of add_norm()."""
+        if element not in self._add_norms:
+            name = f"add_rms_norm-{element.value}"
+            self._add_norms[element] = self._launcher.store.get(name, lambda: compile_add_rms_norm(element))
+        return self._add_norms[element]
 
     def norm(self, x_THD: torch.Tensor, weight_D: torch.Tensor, eps: float, *, out_THD: torch.Tensor) -> torch.Tensor:
         """Write x / sqrt(mean(x^2) + eps) * weight over the last dim to out, which may be x; returns out."""
         element = element_of(x_THD)
         if element is None or not _is_readable(x_THD, weight_D) or out_THD.stride(2) != 1:
             return out_THD.copy_(rms_norm_oracle(x_THD, weight_D, eps))
-        self.prepare(element)
         num_tokens, num_heads, width = x_THD.shape
-        num_bytes = element.num_bytes
-        arguments = (
+        num_items = num_tokens * num_heads
+        num_threads = choose_num_threads(2 * num_items * width * element.num_bytes)
+        arguments = self.norm_arguments(x_THD, weight_D, eps, out_THD)
+        self._launcher.run(self.prepare_norm(element), num_threads, num_items, arguments)
+        return out_THD
+
+    def norm_arguments(
+        self, x_THD: torch.Tensor, weight_D: torch.Tensor, eps: float, out_THD: torch.Tensor
+    ) -> tuple[int, ...]:
+        """Of the kernel; an item is a head of a token."""
+        _, num_heads, width = x_THD.shape
+        num_bytes = x_THD.element_size()
+        return (
             x_THD.data_ptr(),
             out_THD.data_ptr(),
             weight_D.data_ptr(),
@@ -63,10 +80,6 @@ class RmsNorm:
             out_THD.stride(0) * num_bytes,
             out_THD.stride(1) * num_bytes,
         )
-        num_items = num_tokens * num_heads
-        num_threads = choose_num_threads(2 * num_items * width * num_bytes)
-        self._launcher.run(self._norms[element], num_threads, num_items, arguments)
-        return out_THD
 
     def add_norm(self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> None:
         """In place: residual += x, rounded to its dtype; x = norm(residual) * weight."""
@@ -75,20 +88,25 @@ class RmsNorm:
             residual_TE += x_TE
             x_TE.copy_(rms_norm_oracle(residual_TE, weight_E, eps))
             return
-        self.prepare(element)
         num_tokens, width = x_TE.shape
-        num_bytes = element.num_bytes
-        arguments = (
+        num_threads = choose_num_threads(4 * num_tokens * width * element.num_bytes)
+        arguments = self.add_norm_arguments(x_TE, residual_TE, weight_E, eps)
+        self._launcher.run(self.prepare_add_norm(element), num_threads, num_tokens, arguments)
+
+    def add_norm_arguments(
+        self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
+    ) -> tuple[int, ...]:
+        """Of the kernel; an item is a token."""
+        num_bytes = x_TE.element_size()
+        return (
             x_TE.data_ptr(),
             residual_TE.data_ptr(),
             weight_E.data_ptr(),
-            width,
+            x_TE.shape[1],
             float_bits(eps),
             x_TE.stride(0) * num_bytes,
             residual_TE.stride(0) * num_bytes,
         )
-        num_threads = choose_num_threads(4 * num_tokens * width * num_bytes)
-        self._launcher.run(self._add_norms[element], num_threads, num_tokens, arguments)
 
 
 def _is_readable(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -55,21 +55,28 @@ class Rotary:
             rotate_oracle(q_THD, k_TKD, cos_sin, positions_T)
             return
         num_tokens, num_heads, head_dim = q_THD.shape
-        num_kv_heads, num_bytes = k_TKD.shape[1], element.num_bytes
-        arguments = (
+        num_threads = choose_num_threads(2 * num_tokens * (num_heads + k_TKD.shape[1]) * head_dim * element.num_bytes)
+        arguments = self.arguments(q_THD, k_TKD, cos_sin, positions_T)
+        self._launcher.run(self.prepare(element), num_threads, num_tokens, arguments)
+
+    def arguments(
+        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, cos_sin: torch.Tensor, positions_T: torch.Tensor
+    ) -> tuple[int, ...]:
+        """Of the kernel; an item is a token."""
+        _, num_heads, head_dim = q_THD.shape
+        num_bytes = q_THD.element_size()
+        return (
             q_THD.data_ptr(),
             k_TKD.data_ptr(),
             cos_sin.data_ptr(),
             positions_T.data_ptr(),
             num_heads,
-            num_kv_heads,
+            k_TKD.shape[1],
             head_dim,
             q_THD.stride(0) * num_bytes,
             k_TKD.stride(0) * num_bytes,
             cos_sin.stride(0) * 4,
         )
-        num_threads = choose_num_threads(2 * num_tokens * (num_heads + num_kv_heads) * head_dim * num_bytes)
-        self._launcher.run(self.prepare(element), num_threads, num_tokens, arguments)
 
 
 def rotate_oracle(q_THD: torch.Tensor, k_TKD: torch.Tensor, cos_sin: torch.Tensor, positions_T: torch.Tensor) -> None:

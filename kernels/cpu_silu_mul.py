@@ -39,11 +39,14 @@ class SiluMul:
         if element is None or width % LANES or x_T2F.stride(1) != 1:
             return silu_mul_oracle(x_T2F)
         out_TF = torch.empty((num_tokens, width), dtype=x_T2F.dtype)
-        num_bytes = element.num_bytes
-        arguments = (x_T2F.data_ptr(), out_TF.data_ptr(), width, x_T2F.stride(0) * num_bytes, width * num_bytes)
-        num_threads = choose_num_threads(3 * num_tokens * width * num_bytes)
-        self._launcher.run(self.prepare(element), num_threads, num_tokens, arguments)
+        num_threads = choose_num_threads(3 * num_tokens * width * element.num_bytes)
+        self._launcher.run(self.prepare(element), num_threads, num_tokens, self.arguments(x_T2F, out_TF))
         return out_TF
+
+    def arguments(self, x_T2F: torch.Tensor, out_TF: torch.Tensor) -> tuple[int, ...]:
+        """Of the kernel; an item is a token. out is contiguous."""
+        num_bytes, width = x_T2F.element_size(), out_TF.shape[1]
+        return (x_T2F.data_ptr(), out_TF.data_ptr(), width, x_T2F.stride(0) * num_bytes, width * num_bytes)
 
 
 def silu_mul_oracle(x_T2F: torch.Tensor) -> torch.Tensor:

@@ -115,14 +115,15 @@ class LlamaModel:
         if shard.is_first_stage:
             embedding_VE = weights.vocab(_EMBEDDING)
             self._embedding = VocabEmbedding(embedding_VE, shard.vocab, communicator)
-        self._layers = [weights.layer(layer) for layer in range(shard.layers.start, shard.layers.stop)]
+        indices = range(shard.layers.start, shard.layers.stop)
+        self.layers: Sequence[DecoderLayer] = [weights.layer(index) for index in indices]
         if shard.is_last_stage:
             self._norm_E = weights.vector("model.norm.weight", config.hidden_size)
             if not config.has_tied_embeddings:
                 embedding_VE = weights.vocab("lm_head.weight")
             self._head = make_linear(weights.vocab(_EMBEDDING) if embedding_VE is None else embedding_VE)
-        self._cos_sin = rope_table(config.rope, head_dim=config.head_dim, max_len=placement.max_model_len)
-        self._cos_sin = self._cos_sin.to(placement.device)
+        self.cos_sin = rope_table(config.rope, head_dim=config.head_dim, max_len=placement.max_model_len)
+        self.cos_sin = self.cos_sin.to(placement.device)
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """Hidden states [T, E] of token ids; first stage only."""
@@ -132,11 +133,11 @@ class LlamaModel:
     def forward(self, x_TE: torch.Tensor, positions_T: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Run this stage's layers. Returns [T, E], the input of the next stage or of logits()."""
         config, heads, ops, reduce = self.config, self.shard.heads, self._ops, self._communicator.all_reduce
-        eps, cos_sin = config.rms_norm_eps, self._cos_sin
+        eps, cos_sin = config.rms_norm_eps, self.cos_sin
         sizes = [len(heads.query), len(heads.kv), len(heads.kv)]
         qkv_shape = (len(x_TE), sum(sizes), config.head_dim)
         residual_TE: torch.Tensor | None = None
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self.layers):
             x_TE, residual_TE = ops.add_rms_norm(x_TE, residual_TE, layer.attention_norm_E, eps)
             q_THD, k_TKD, v_TKD = layer.qkv(x_TE).view(qkv_shape).split_with_sizes(sizes, 1)
             if layer.q_norm_D is not None and layer.k_norm_D is not None:
@@ -159,7 +160,7 @@ class LlamaModel:
     @property
     def layer_linears(self) -> Sequence[Linear]:
         """Linear layers that every token passes, in order."""
-        return [linear for layer in self._layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        return [linear for layer in self.layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
 
     @property
     def head(self) -> Linear | None:

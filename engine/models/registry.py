@@ -14,7 +14,7 @@ import torch
 from blockferry.engine.errors import ModelLoadError
 from blockferry.engine.models.config import DecoderConfig, read_config
 from blockferry.engine.models.layers import Communicator, Linear
-from blockferry.engine.models.llama import Attend, LlamaModel, ModelShard, Placement, shard_of
+from blockferry.engine.models.llama import Attend, DecoderLayer, LlamaModel, ModelShard, Placement, shard_of
 from blockferry.engine.models.loader import Checkpoint
 from blockferry.engine.models.ops import LayerOps
 from blockferry.engine.models.sharding import RankPlace
@@ -25,6 +25,8 @@ class CausalModel(Protocol):
 
     config: DecoderConfig
     shard: ModelShard
+    layers: Sequence[DecoderLayer]  # of this stage
+    cos_sin: torch.Tensor  # float32 [max_model_len, D], see layers.rope_table
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """Hidden states of token ids; first stage only."""

@@ -20,7 +20,7 @@ from blockferry.engine.models.loader import fingerprint
 from blockferry.engine.models.registry import CausalModel, load_model
 from blockferry.engine.rows import RowTable
 from blockferry.engine.wire import StepPlan, StepResult
-from blockferry.engine.worker.backends import TORCH_DTYPES, attention_backend, layer_ops
+from blockferry.engine.worker.backends import TORCH_DTYPES, attention_backend, layer_compute, layer_ops
 from blockferry.engine.worker.block_table import apply_deltas
 from blockferry.engine.worker.inputs import build_inputs
 from blockferry.engine.worker.kv_cache import Allocate, KVPool, make_pool, page_bytes
@@ -88,8 +88,7 @@ class Worker:
         hidden_shape = (self.spec.max_num_batched_tokens, self.model.config.hidden_size)
         runner = ModelRunner(
             self.model,
-            attention_backend(self.spec.device),
-            pool,
+            layer_compute(self.spec.device, self.model, attention_backend(self.spec.device), pool.layers),
             parallel=self._parallel,
             hidden_TE=torch.empty(hidden_shape, dtype=self._dtype, device=self._device),
         )
