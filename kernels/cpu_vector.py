@@ -162,13 +162,18 @@ def _emit_load_integer(llvm_type: ir.Type) -> Callable[..., ir.Value]:
     return generate
 
 
-def _emit_store_i64(builder: ir.IRBuilder, address: ir.Value, index: ir.Value, value: ir.Value) -> None:
-    builder.store(value, emit.pointer(builder, address, index, emit.I64, emit.I64))
+def _emit_store_integer(llvm_type: ir.Type) -> Callable[..., None]:
+    def generate(builder: ir.IRBuilder, address: ir.Value, index: ir.Value, value: ir.Value) -> None:
+        raw = value if llvm_type == emit.I64 else builder.trunc(value, llvm_type)
+        builder.store(raw, emit.pointer(builder, address, index, llvm_type, llvm_type))
+
+    return generate
 
 
 load_i32 = function(types.intp, _ADDRESS, _emit_load_integer(emit.I32))
 load_i64 = function(types.intp, _ADDRESS, _emit_load_integer(emit.I64))
-store_i64 = function(types.void, [*_ADDRESS, types.intp], _emit_store_i64)
+store_i32 = function(types.void, [*_ADDRESS, types.intp], _emit_store_integer(emit.I32))
+store_i64 = function(types.void, [*_ADDRESS, types.intp], _emit_store_integer(emit.I64))
 
 
 def _emit_select(operator: str) -> Callable[..., ir.Value]:
@@ -198,6 +203,7 @@ subtract = _lanewise(2, lambda builder, a, b: builder.fsub(a, b))
 multiply = _lanewise(2, lambda builder, a, b: builder.fmul(a, b))
 divide = _lanewise(2, lambda builder, a, b: builder.fdiv(a, b))
 multiply_add = _lanewise(3, emit.multiply_add)
+multiply_subtract = _lanewise(3, lambda builder, a, b, c: emit.multiply_add(builder, a, b, builder.fneg(c)))
 maximum = _lanewise(2, _emit_select(">"))
 minimum = _lanewise(2, _emit_select("<"))
 _round = _lanewise(1, _emit_round)
@@ -274,4 +280,23 @@ def exp(x: Any) -> Any:
     p = multiply_add(p, r, splat(np.float32(1.6666665459e-1)))
     p = multiply_add(p, r, splat(np.float32(5.0000001201e-1)))
     p = multiply_add(multiply(p, r), r, add(r, splat(np.float32(1.0))))
+    return multiply(p, _power_of_two(k))
+
+
+@jit
+def exp2_of_negative(x: Any) -> Any:
+    """2^x of each lane to about 1 ulp for x <= 0, saturating at 2^-126; NaN stays NaN.
+
+    Cephes exp2f (Moshier, 1989): x = k + r, then a polynomial.
+    """
+    x = maximum(splat(np.float32(-126.0)), x)
+    k = _round(x)
+    r = subtract(x, k)
+    p = splat(np.float32(1.535336188319500e-4))
+    p = multiply_add(p, r, splat(np.float32(1.339887440266574e-3)))
+    p = multiply_add(p, r, splat(np.float32(9.618437357674640e-3)))
+    p = multiply_add(p, r, splat(np.float32(5.550332471162809e-2)))
+    p = multiply_add(p, r, splat(np.float32(2.402264791363012e-1)))
+    p = multiply_add(p, r, splat(np.float32(6.931472028550421e-1)))
+    p = multiply_add(p, r, splat(np.float32(1.0)))
     return multiply(p, _power_of_two(k))

@@ -16,6 +16,7 @@ from blockferry.engine.config import cache_dir
 from blockferry.kernels.cpu_kv_write import KvWrite
 from blockferry.kernels.cpu_launch import Launcher, kernel_store
 from blockferry.kernels.cpu_paged_decode import PagedDecode, decode_oracle
+from blockferry.kernels.cpu_paged_prefill import PagedPrefill
 
 
 class CpuAttention(AttentionBackend):
@@ -27,6 +28,7 @@ class CpuAttention(AttentionBackend):
     def __init__(self) -> None:
         launcher = Launcher(kernel_store(cache_dir() / "kernels"))
         self._decode = PagedDecode(launcher)
+        self._prefill = PagedPrefill(launcher)
         self._write = KvWrite(launcher)
 
     def forward(
@@ -53,8 +55,12 @@ class CpuAttention(AttentionBackend):
         start = rows
         for row in range(rows, metadata.num_rows):
             query = slice(start, start + metadata.query_lens[row])
-            kv_KSC = gather_row(kv_cache, metadata.block_table_RM[row], seq_len=metadata.seq_lens[row])
-            out_THD[query] = attend_row(q_THD[query], kv_KSC, scale)
+            q_QHD, block_table_M, seq_len = q_THD[query], metadata.block_table_RM[row], metadata.seq_lens[row]
+            if self._prefill.accepts(q_QHD, kv_cache):
+                self._prefill(q_QHD, kv_cache, block_table_M, seq_len=seq_len, scale=scale, out_QHD=out_THD[query])
+            else:
+                kv_KSC = gather_row(kv_cache, block_table_M, seq_len=seq_len)
+                out_THD[query] = attend_row(q_QHD, kv_KSC, scale)
             start = query.stop
         return out_THD
 

@@ -11,6 +11,7 @@ import torch
 from blockferry.engine.attention.base import AttentionMetadata
 from blockferry.engine.attention.cpu import CpuAttention
 from blockferry.engine.attention.reference import ReferenceAttention
+from blockferry.kernels.cpu_amx import has_amx
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -128,3 +129,40 @@ def test_decode_rows_do_not_depend_on_other_rows_or_threads(num_threads):
     finally:
         torch.set_num_threads(previous)
     assert torch.equal(alone[0], together[8])
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens", "block_size"),
+    [([1, 31, 33], [1, 31, 33], 16), ([200, 5], [200, 170], 1), ([65], [300], 32)],
+)
+@pytest.mark.parametrize(("head_dim", "num_heads", "num_kv_heads"), [(64, 9, 3), (128, 4, 2)])
+def test_bfloat16_chunks_match_the_reference(query_lens, seq_lens, block_size, head_dim, num_heads, num_kv_heads):
+    run_both(
+        query_lens, seq_lens, num_decode_rows=0, block_size=block_size, head_dim=head_dim, num_heads=num_heads,
+        num_kv_heads=num_kv_heads, dtype=torch.bfloat16,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_query_does_not_depend_on_its_chunk_or_on_threads(num_threads):
+    if not has_amx():
+        pytest.skip("needs AMX")
+    attention = CpuAttention()
+    pool = torch.zeros(21, 2, 16, 128).bfloat16()
+    q, k, v = torch.randn(300, 10, 64).bfloat16().split((6, 2, 2), dim=1)
+    previous = torch.get_num_threads()
+    outputs = []
+    for bounds in ([0, 300], [0, 37, 164, 165, 300]):
+        torch.set_num_threads(num_threads if len(bounds) > 2 else 1)
+        parts = []
+        for start, stop in itertools.pairwise(bounds):
+            metadata = make_metadata([stop - start], [stop], block_size=16, num_decode_rows=0)
+            table = torch.arange(1, 20, dtype=torch.int32)[None]
+            positions = torch.arange(start, stop)
+            slots = table[0, positions // 16].long() * 16 + positions % 16
+            metadata = dataclasses.replace(metadata, block_table_RM=table, slot_mapping_T=slots)
+            part = slice(start, stop)
+            parts.append(attention.forward(q[part], k[part], v[part], kv_cache=pool, metadata=metadata, scale=0.125))
+        outputs.append(torch.cat(parts))
+    torch.set_num_threads(previous)
+    assert torch.equal(*outputs)
