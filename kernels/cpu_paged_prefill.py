@@ -37,7 +37,7 @@ from blockferry.kernels.cpu_vector import (
     add,
     copy_bytes,
     divide,
-    exp2_of_negative,
+    exp2_for_bfloat16,
     f32x16,
     function,
     jit,
@@ -204,15 +204,15 @@ def compile_attend(head_dim: int) -> Any:
             for key in range(TILE_ROWS):
                 highest = maximum(highest, load_f32(place, key * LANES))
         offset = multiply(highest, scale)
-        factor = exp2_of_negative(subtract(multiply(load_f32(running, 0), scale), offset))
+        factor = exp2_for_bfloat16(subtract(multiply(load_f32(running, 0), scale), offset))
         store_f32(running, 0, highest)
         total = splat(np.float32(0.0))
         for tile in range(0, num_keys, TILE_ROWS):
             place = scores + tile // TILE_ROWS * 2 * tile_bytes
             target = weights + tile // KEY_TILE * 2 * tile_bytes + tile % KEY_TILE * 32
             for key in range(0, TILE_ROWS, 2):
-                even = exp2_of_negative(multiply_subtract(load_f32(place, key * LANES), scale, offset))
-                odd = exp2_of_negative(multiply_subtract(load_f32(place, key * LANES + LANES), scale, offset))
+                even = exp2_for_bfloat16(multiply_subtract(load_f32(place, key * LANES), scale, offset))
+                odd = exp2_for_bfloat16(multiply_subtract(load_f32(place, key * LANES + LANES), scale, offset))
                 total = add(total, add(even, odd))
                 _store_words(target + key * 32, even, odd)
         store_f32(running, LANES, multiply_add(load_f32(running, LANES), factor, total))
