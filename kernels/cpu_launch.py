@@ -1,8 +1,9 @@
 """Compiled CPU kernels: machine code kept on disk, called in about a microsecond on torch's own OpenMP threads.
 
-A kernel is `void kernel(int64_t *arguments)`: slot 0 counts the work items taken, slot 1 is their number, the rest is
-the kernel's own. Every thread takes items until none is left, so an item must be computed the same way whoever
-takes it. numba's thread pools are not used: a second pool would fight with torch's for the cores.
+A kernel is `void kernel(int64_t *arguments)`: slot 0 counts the work items taken, slot 1 is their number, slot 23
+counts the items done, the rest is the kernel's own. Every thread takes items until none is left, so an item must be
+computed the same way whoever takes it. numba's thread pools are not used: a second pool would fight with torch's for
+the cores.
 
     one thread     kernel(arguments)
     n threads      GOMP_parallel(kernel, arguments, n)     the pool that torch's operators run on
@@ -30,10 +31,11 @@ from numba.core.runtime.nrt import rtsys
 
 from blockferry.kernels.cpu_vector import fetch_add, jit, load_i64
 
-FIRST_ARGUMENT = 2
+FIRST_ARGUMENT, DONE_SLOT, BLOCK_WORDS = 2, 23, 24
 PARALLEL_BYTES = 1 << 17  # less memory traffic than this is not worth waking threads for (about 10 us)
-_MAX_WORDS = 32
-_PACK = tuple(struct.Struct(f"={length + FIRST_ARGUMENT}q").pack_into for length in range(_MAX_WORDS - 1))
+_PACK = tuple(
+    struct.Struct(f"={length + FIRST_ARGUMENT}q").pack_into for length in range(DONE_SLOT - FIRST_ARGUMENT + 1)
+)
 # these keep the GIL: kernels are short
 _KERNEL_TYPE = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
 _PARALLEL_TYPE = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
@@ -51,16 +53,20 @@ def compile_kernel(
 ) -> Any:
     """A numba C callback from `item(arguments, index)`; takes up to seconds.
 
-    Every thread calls enter(arguments) before its first item and leave(arguments) after its last.
+    A thread that gets any items calls enter(arguments) before its first and leave(arguments) after its last.
     """
     run_item = njit(types.void(types.intp, types.intp), error_model="numpy")(item)
-    run_enter, run_leave = jit(enter), jit(leave)
+    run_enter, run_leave, done_offset = jit(enter), jit(leave), 8 * DONE_SLOT
 
     def take_items(arguments: int) -> None:
-        run_enter(arguments)
+        num_items = load_i64(arguments, 1)
         index = fetch_add(arguments)
-        while index < load_i64(arguments, 1):
+        if index >= num_items:
+            return
+        run_enter(arguments)
+        while index < num_items:
             run_item(arguments, index)
+            fetch_add(arguments + done_offset)
             index = fetch_add(arguments)
         run_leave(arguments)
 
@@ -115,7 +121,7 @@ class Launcher:
 
     def __init__(self, store: KernelStore) -> None:
         self.store = store
-        self._words: Any = np.zeros(_MAX_WORDS, np.int64)
+        self._words: Any = np.zeros(BLOCK_WORDS, np.int64)
         self._address: int = self._words.ctypes.data
         address = openmp_address("GOMP_parallel")
         self._parallel = _PARALLEL_TYPE(address) if address else None

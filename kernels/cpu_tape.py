@@ -1,11 +1,12 @@
 """A fixed sequence of kernels run in one call, with no Python in between.
 
 Between its kernels a step of a small model spends more time in Python, whose code each layer's weights push out of the
-caches, than in the kernels. A tape keeps every kernel's argument block; each thread runs the kernels in order and meets
-the others at a barrier after each.
+caches, than in the kernels. A tape keeps every kernel's argument block; each thread goes through the kernels in order
+and starts one when all items of the one before are done, not when all threads are there: a thread that the operating
+system holds back holds up nobody but by the item in its hands.
 
     tape      address of kernel, address of its arguments     one pair for each kernel
-    blocks    items taken, number of items, arguments...      one row for each kernel, as Launcher packs it
+    blocks    as Launcher packs them                          one row for each kernel
 """
 
 from __future__ import annotations
@@ -20,10 +21,17 @@ from numba import cfunc, types
 from numpy.typing import NDArray
 
 from blockferry.kernels import cpu_emit as emit
-from blockferry.kernels.cpu_launch import FIRST_ARGUMENT, CompiledKernel, KernelStore, openmp_address
-from blockferry.kernels.cpu_vector import function, load_i64, store_i64
+from blockferry.kernels.cpu_launch import (
+    BLOCK_WORDS,
+    DONE_SLOT,
+    FIRST_ARGUMENT,
+    CompiledKernel,
+    KernelStore,
+    openmp_address,
+)
+from blockferry.kernels.cpu_vector import function, load_acquire, load_i64
 
-_BLOCK_WORDS = 24
+_PATIENCE = 10_000  # looks at a counter, some 50 us, before another thread is let run on this core
 _PARALLEL_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
 
 
@@ -46,7 +54,7 @@ class Tape:
         """Whoever calls keeps the memory alive that the arguments point to."""
         self._kernels = kernels
         self._run = store.get("tape", compile_tape)
-        self._blocks: NDArray[np.int64] = np.zeros((len(kernels), _BLOCK_WORDS), np.int64)
+        self._blocks: NDArray[np.int64] = np.zeros((len(kernels), BLOCK_WORDS), np.int64)
         for block, taped in zip(self._blocks, kernels):
             block[FIRST_ARGUMENT : FIRST_ARGUMENT + len(taped.arguments)] = taped.arguments
         self._items_per_row = np.array([taped.items_per_row for taped in kernels])
@@ -55,22 +63,22 @@ class Tape:
         self._rows_at = self._places([taped.rows_at for taped in kernels])
         addresses = self._blocks.ctypes.data + np.arange(len(kernels)) * self._blocks.strides[0]
         self._tape = np.stack([[taped.kernel.address for taped in kernels], addresses], axis=1).astype(np.int64)
-        self._header = np.array([len(kernels), self._tape.ctypes.data, 0], np.int64)
-        self._barrier, parallel = openmp_address("GOMP_barrier"), openmp_address("GOMP_parallel")
+        give_way = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value
+        self._header = np.array([len(kernels), self._tape.ctypes.data, give_way], np.int64)
+        parallel = openmp_address("GOMP_parallel")
         self._parallel = _PARALLEL_TYPE(parallel) if parallel else None
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._run.address)
         self._shape = (0, 0)
 
     def run(self, num_rows: int, num_threads: int) -> None:
         """Run every kernel for num_rows rows."""
-        if self._parallel is None:
-            num_threads = 1
         if self._shape != (num_rows, num_threads):
             self._shape = (num_rows, num_threads)
             self._blocks[:, 1] = self._fixed_items + num_rows * self._items_per_row
             self._blocks.ravel()[self._threads_at] = num_threads
             self._blocks.ravel()[self._rows_at] = num_rows
-            self._header[2] = self._barrier if num_threads > 1 else 0
+        self._blocks[:, 0] = 0
+        self._blocks[:, DONE_SLOT] = 0
         if num_threads > 1 and self._parallel is not None:
             self._parallel(self._run.address, self._header.ctypes.data, num_threads, 0)
         else:
@@ -80,7 +88,7 @@ class Tape:
     def _places(places: list[int | None]) -> NDArray[np.int64]:
         """Positions in the flat blocks."""
         return np.array(
-            [row * _BLOCK_WORDS + FIRST_ARGUMENT + place for row, place in enumerate(places) if place is not None],
+            [row * BLOCK_WORDS + FIRST_ARGUMENT + place for row, place in enumerate(places) if place is not None],
             np.int64,
         )
 
@@ -91,19 +99,23 @@ def _emit_call(builder: ir.IRBuilder, address: ir.Value, *operands: ir.Value) ->
 
 
 _call_kernel = function(types.void, [types.intp, types.intp], _emit_call)
-_call_barrier = function(types.void, [types.intp], _emit_call)
+_give_way = function(types.void, [types.intp], _emit_call)
 
 
 def compile_tape() -> Any:
-    """A kernel whose header holds the number of kernels, the tape's address, the barrier's address or 0."""
+    """A kernel whose header holds the number of kernels, the tape's address and sched_yield's."""
+    done_offset = 8 * DONE_SLOT
 
     def run_tape(header: int) -> None:
-        num_kernels, tape, barrier = load_i64(header, 0), load_i64(header, 1), load_i64(header, 2)
+        num_kernels, tape, give_way = load_i64(header, 0), load_i64(header, 1), load_i64(header, 2)
         for index in range(num_kernels):
             block = load_i64(tape, 2 * index + 1)
             _call_kernel(load_i64(tape, 2 * index), block)
-            if barrier != 0:
-                _call_barrier(barrier)
-            store_i64(block, 0, 0)  # every thread is done with it: ready for the next run
+            num_items = load_i64(block, 1)
+            num_looks = 0
+            while load_acquire(block + done_offset) < num_items:
+                num_looks += 1
+                if num_looks > _PATIENCE:
+                    _give_way(give_way)
 
     return cfunc(types.void(types.intp), error_model="numpy")(run_tape)

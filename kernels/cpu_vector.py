@@ -225,7 +225,11 @@ def _emit_sum_rows(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
 
 
 def _emit_fetch_add(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    return builder.atomic_rmw("add", builder.inttoptr(address, emit.I64.as_pointer()), emit.word(1), "monotonic")
+    return builder.atomic_rmw("add", builder.inttoptr(address, emit.I64.as_pointer()), emit.word(1), "acq_rel")
+
+
+def _emit_load_acquire(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    return builder.load_atomic(builder.inttoptr(address, emit.I64.as_pointer()), "acquire", 8)
 
 
 def _emit_copy_bytes(builder: ir.IRBuilder, target: ir.Value, source: ir.Value, num_bytes: ir.Value) -> None:
@@ -240,6 +244,8 @@ keep_lanes = function(f32x16, [f32x16, types.intp, types.float32], _emit_keep_la
 sum_rows = function(f32x16, [types.intp], _emit_sum_rows)
 # fetch_add(address): atomically adds one to an int64, returns the value before
 fetch_add = function(types.intp, [types.intp], _emit_fetch_add)
+# load_acquire(address): an int64, and then everything written before it was
+load_acquire = function(types.intp, [types.intp], _emit_load_acquire)
 copy_bytes = function(types.void, [types.intp] * 3, _emit_copy_bytes)
 
 
