@@ -86,7 +86,7 @@ def _check_name(config: DeploymentConfig) -> Iterator[Finding]:
 
 def _check_packages(config: DeploymentConfig) -> Iterator[Finding]:
     needed = ["ray", "torch", "zmq", "tokenizers", "safetensors"]
-    needed += ["ucxx"] if is_disaggregated(config) else []
+    needed += ["libucx"] if is_disaggregated(config) else []
     needed += ["triton"] if config.device is Device.CUDA else []
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:

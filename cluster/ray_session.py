@@ -17,11 +17,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 
 from blockferry.engine.errors import BlockferryError
-
-psutil: Any = importlib.import_module("psutil")  # untyped; Ray's own copy, on the path once ray is imported
 
 logger = logging.getLogger(__name__)
 

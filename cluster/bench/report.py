@@ -159,7 +159,7 @@ def describe_machine() -> dict[str, Any]:
         "num_cpus": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in ("numpy", "ray", "torch", "triton", "ucxx-cu12")},
+        "packages": {name: _version(name) for name in ("numpy", "ray", "torch", "triton", "libucx-cu12")},
         "commit": _commit(),
     }
 

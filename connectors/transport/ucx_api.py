@@ -1,6 +1,6 @@
 """ctypes declarations of libucp: the few calls of UCX that one-sided transfers need. Holds no policy.
 
-The library is the one of the libucx wheel (which comes with ucxx), or the system's where there is no wheel or
+The library is the one of the libucx wheel, or the system's where there is no wheel or
 the user prefers it (RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY, read by libucx itself). It is always taken by its
 soname, so that this module and ucxx in one process share one copy of the library. Constants and structures
 follow ucp/api/ucp.h of UCX 1.21; UCX keeps its ABI by field masks, so 1.12 and later fit.
