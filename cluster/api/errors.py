@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
-from blockferry.engine.errors import BlockferryError, QueueFull, RequestRejected
+from blockferry.engine.errors import BlockferryError, InstanceFailed, QueueFull, RequestRejected
 
 MAX_SHOWN_CHARS = 80
 RETRY_AFTER_S = 1
@@ -62,7 +62,8 @@ def from_engine(error: BlockferryError) -> ApiError:
         return ApiError(str(error), status=429, code="queue_full")
     if isinstance(error, RequestRejected):
         return ApiError(str(error), status=400, code="request_rejected")
-    return ApiError(f"the engine failed: {error}", status=500, code="engine_failed")
+    status = 503 if isinstance(error, InstanceFailed) else 500
+    return ApiError(f"the engine failed: {error}", status=status, code="engine_failed")
 
 
 def from_validation(error: ValidationError) -> ApiError:

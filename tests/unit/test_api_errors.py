@@ -163,11 +163,11 @@ async def test_a_full_queue_is_429_with_retry_after(is_stream):
     assert response.headers["retry-after"] == "1"
 
 
-async def test_an_engine_failure_is_500_and_the_server_goes_on():
+async def test_a_lost_instance_is_503_and_the_server_goes_on():
     client = ApiClient()
     client.engine.fail_after = 2
     status, error = await client.error(prompt="x")
-    assert (status, error["type"]) == (500, "server_error")
+    assert (status, error["type"]) == (503, "service_unavailable_error")
     assert "decode0" in error["message"]
     client.engine.fail_after = None
     assert await client.complete(prompt="x")
@@ -180,7 +180,7 @@ async def test_an_engine_failure_in_a_stream_is_an_event():
     events = [event for event in response.text.split("\n\n") if event]
     assert response.status_code == 200
     assert len(events) == 3
-    assert '"server_error"' in events[-1]
+    assert '"service_unavailable_error"' in events[-1]
 
 
 async def test_unknown_paths_and_methods_have_the_error_shape():
