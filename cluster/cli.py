@@ -19,6 +19,7 @@ from typer._click.exceptions import ClickException
 from blockferry.cluster import cli_bench, cli_output
 from blockferry.cluster.interrupt import Interrupted, stop_signals
 from blockferry.cluster.launch_progress import Progress, Report
+from blockferry.cluster.shipped import find_config
 from blockferry.engine.errors import BlockferryError
 
 if TYPE_CHECKING:
@@ -33,7 +34,10 @@ app = typer.Typer(
 )
 app.add_typer(cli_bench.app, name="bench")
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="Deployment file.")]
+ConfigFile = Annotated[
+    Path,
+    typer.Argument(metavar="CONFIG.yaml", callback=find_config, help="Deployment file, or the name of a shipped one."),
+]
 Address = Annotated[str | None, typer.Option(help='Running Ray cluster, or "auto". Default: a local one.')]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
 

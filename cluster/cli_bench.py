@@ -12,6 +12,7 @@ import typer
 
 from blockferry.cluster import cli_output
 from blockferry.cluster.launch_progress import Progress
+from blockferry.cluster.shipped import find_config
 from blockferry.cluster.yaml_reader import parse_size
 from blockferry.connectors.base import TransportError
 from blockferry.engine.errors import ConfigError
@@ -71,7 +72,7 @@ def bench_serve(  # noqa: PLR0913, PLR0917 - one parameter per option
     if is_against_ceiling and config is None:
         raise ConfigError("--ceiling", "needs --config, which tells the model, its dtype and its threads")
     with _one_line_errors(), contextlib.ExitStack() as stack:
-        served = None if config is None else stack.enter_context(_served(config))
+        served = None if config is None else stack.enter_context(_served(find_config(config)))
         configs = [
             ServeBenchConfig(
                 base_url=url if served is None else served.url,

@@ -4,12 +4,14 @@ import dataclasses
 import json
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
 from blockferry.cluster.cli import main
 from blockferry.cluster.cli_bench import fill_json_target
 from blockferry.cluster.cli_output import size_words
+from blockferry.cluster.shipped import find_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,3 +98,12 @@ def test_json_without_a_file_goes_to_stdout(given, filled):
 
 def test_sizes_are_words():
     assert [size_words(one) for one in (0, 1023, 1536, 3 << 30)] == ["0 B", "1023 B", "1.50 KiB", "3.00 GiB"]
+
+
+def test_a_bare_name_means_the_shipped_deployment_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shipped = find_config(Path("smollm2-pd-cpu.yaml"))
+    assert "role: prefill" in shipped.read_text()
+    Path("smollm2-pd-cpu.yaml").write_text("mine")
+    assert find_config(Path("smollm2-pd-cpu.yaml")).read_text() == "mine"
+    assert find_config(Path("other/smollm2-pd-cpu.yaml")) == Path("other/smollm2-pd-cpu.yaml")

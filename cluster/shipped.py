@@ -1,0 +1,19 @@
+"""Deployment files that come with the package, found by their bare name wherever the package is installed."""
+
+from __future__ import annotations
+
+import importlib.resources
+from pathlib import Path
+
+
+def shipped_configs() -> dict[str, Path]:
+    """File names and places of the shipped deployment files."""
+    folder = importlib.resources.files("blockferry.configs")
+    return {entry.name: Path(str(entry)) for entry in folder.iterdir() if entry.name.endswith(".yaml")}
+
+
+def find_config(file: Path) -> Path:
+    """`file` itself, or the shipped file that a bare name without a file of that name here means."""
+    if file.exists() or file.parent != Path():
+        return file
+    return shipped_configs().get(file.name, file)
