@@ -1,0 +1,1 @@
+"""Deployment files that ship with the package; cluster/shipped.py reads them."""
