@@ -38,12 +38,13 @@ class WorkerHost:
         return self._worker.page_bytes()
 
     def create_pool(self, num_blocks: int) -> bytes:
-        """Make the pool; returns what peers need to reach it, empty where nothing is ferried."""
+        """Make the pool and compute once in it; returns what peers need to reach it, empty where nothing is ferried."""
         worker = self._need_worker()
         self._loop = WorkerLoop(instance_id=self._settings.instance_id, rank=self._settings.spec.rank, executor=worker)
         connector = self._settings.connector
         if connector is None:
             worker.init_cache(num_blocks, _zeroed)
+            worker.warm_up()
             return b""
         self._ferry = PdWorker(
             open_ucx(),
@@ -57,6 +58,7 @@ class WorkerHost:
             self._loop.on_transfer_event,
         )
         worker.init_cache(num_blocks, self._ferry.allocate)
+        worker.warm_up()
         return self._ferry.endpoint(worker.layout())
 
     def connect(self, peers: Sequence[bytes]) -> None:

@@ -29,6 +29,7 @@ from blockferry.engine.worker.outputs import NOTHING, OutputStage, StepOutcome, 
 from blockferry.engine.worker.parallel import Parallel, join
 from blockferry.engine.worker.sampling_state import SamplingState
 from blockferry.engine.worker.spec import WorkerSpec
+from blockferry.engine.worker.warm_up import warm_up_plans
 
 
 class Worker:
@@ -93,6 +94,11 @@ class Worker:
             hidden_TE=torch.empty(hidden_shape, dtype=self._dtype, device=self._device),
         )
         self._cache = _Cache(pool=pool, runner=runner, output=OutputStage(runner, self._rows, self._sampling))
+
+    def warm_up(self) -> None:
+        """Compile whatever the first request would have to wait for. After init_cache(); all ranks at once."""
+        for plan in warm_up_plans(self.spec, num_blocks=self.layout().num_blocks):
+            self.execute(plan)
 
     def _layout_of(self, num_blocks: int) -> PoolLayout:
         shard, config = self.model.shard, self.model.config

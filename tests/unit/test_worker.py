@@ -220,3 +220,18 @@ def worker_with_pool_of(path: Path) -> WorkerWithPool:
     pool = np.full(64 * worker.page_bytes(), 0xFF, np.uint8)
     worker.init_cache(64, lambda num_bytes: pool)
     return WorkerWithPool(worker=worker, pool=pool)
+
+
+def test_warm_up_changes_no_token(path: Path, expected: list[list[int]]) -> None:
+    worker = start_worker(worker_spec(path))
+
+    worker.warm_up()
+
+    assert generate(worker, PROMPTS, num_output=NUM_OUTPUT, chunk=20) == expected
+
+
+@pytest.mark.parametrize("num_blocks", [2, 3])
+def test_warm_up_fits_any_pool(path: Path, num_blocks: int) -> None:
+    worker = start_worker(worker_spec(path, block_size=1), num_blocks=num_blocks)
+
+    worker.warm_up()
