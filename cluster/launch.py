@@ -87,10 +87,13 @@ class Running:
                 _wait_for([self.scheduler.shutdown.remote(reason)])
             _wait_for(list(self.runs.values()))
             _wait_for([rank.shutdown.remote() for rank in ranks])
-            _wait_for([actor.__ray_terminate__.remote() for actor in everyone])
-        for actor in everyone:
+            farewells = {actor.__ray_terminate__.remote(): actor for actor in everyone}
+            for reference in _wait_for(list(farewells)):
+                del farewells[reference]
+            everyone = list(farewells.values())
+        for actor in everyone:  # whoever has not ended by himself; killing the others would look like a crash
             with contextlib.suppress(ray.exceptions.RayError, ValueError):
-                ray.kill(actor)  # whoever has not ended by himself
+                ray.kill(actor)
         with contextlib.suppress(ray.exceptions.RayError):
             placement.release(self.groups)
         self.api = self.scheduler = None
@@ -327,9 +330,12 @@ def _serve_api(running: Running, report: Report) -> None:
         raise LaunchError(running.find_failure(0.0) or f"the HTTP server was not ready within {STEP_TIMEOUT_S:g} s")
 
 
-def _wait_for(references: list[Any]) -> None:
-    if references:
-        ray.wait(references, num_returns=len(references), timeout=STOP_TIMEOUT_S)
+def _wait_for(references: list[Any]) -> list[Any]:
+    """Wait for all of them, up to STOP_TIMEOUT_S; those that have an answer."""
+    if not references:
+        return []
+    done, _ = ray.wait(references, num_returns=len(references), timeout=STOP_TIMEOUT_S)
+    return list(done)
 
 
 def _gather(

@@ -173,7 +173,9 @@ class SchedulerLoop:
         if dataclasses.replace(worker, channel=other).to_bytes() in self._present:
             # both connections stand, so that the rank can be sent work
             self._health.beat(worker.instance_id, worker.rank, now_s=self._clock())
-        if tag is Tag.RESULT:
+        if tag is Tag.HELLO:
+            self._refresh_snapshot()  # whoever asks once the last rank is here must see it healthy
+        elif tag is Tag.RESULT:
             self._on_result(worker, payload)
         elif tag is Tag.EVENT:
             event = messages.event_from(payload)
