@@ -6,9 +6,11 @@ SequenceRun.deltas()                 drives it against the engine and aborts wha
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 from blockferry.cluster.api.client import EngineClient, RequestOutput
 from blockferry.cluster.api.detokenizer import Detokenizer
@@ -17,6 +19,8 @@ from blockferry.cluster.api.stop_strings import StopMatcher
 from blockferry.cluster.metrics import SequenceTimes, ServerMetrics
 from blockferry.engine.errors import BlockferryError
 from blockferry.engine.request import FinishReason, Request, RequestStats, TokenLogprobs
+
+ABORT_TIMEOUT_S = 1.0  # how long an answer that is complete may wait for its statistics
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +141,8 @@ class SequenceRun:
         times = SequenceTimes(self._metrics, num_prompt_tokens=len(self._request.prompt_token_ids))
         is_running = True
         try:
-            async for output in self._engine.submit(self._request):
+            outputs = self._engine.submit(self._request)
+            async for output in outputs:
                 is_running = output.finish_reason is None
                 if output.finish_reason is FinishReason.ERROR:
                     raise ApiError(f"the engine failed: {output.error}", status=500, code="engine_failed")
@@ -145,13 +150,15 @@ class SequenceRun:
                 delta = self._text.absorb(output)
                 if delta is None:
                     continue
-                if delta.finish_reason is None:
+                reason = delta.finish_reason
+                if reason is None:
                     yield delta
                     continue
                 if is_running:  # a stop string, which the engine knows nothing of
                     is_running = False
                     await self._engine.abort(self._request.handle)
-                times.on_finish(delta.finish_reason, delta.stats)
+                    delta = dataclasses.replace(delta, stats=await _stats_of_aborted(outputs))
+                times.on_finish(reason, delta.stats)
                 yield delta
                 return
             raise ApiError("the engine ended the stream without a result", status=500, code="engine_failed")
@@ -162,3 +169,13 @@ class SequenceRun:
             if is_running:
                 await self._engine.abort(self._request.handle)
             times.close()
+
+
+async def _stats_of_aborted(outputs: AsyncIterator[RequestOutput]) -> RequestStats | None:
+    """What an aborted request cost, from its last output; None when the engine takes too long to tell."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(ABORT_TIMEOUT_S):
+            async for output in outputs:
+                if output.finish_reason is not None:
+                    return output.stats
+    return None

@@ -5,7 +5,7 @@ import json
 import pytest
 from support import tiny_tokenizers
 from support.api_client import ApiClient, refusal
-from support.tiny_engine import TinyEngine
+from support.tiny_engine import TinyEngine, text_reply
 
 from blockferry.cluster.api.served_model import ServedModel
 from blockferry.cluster.api.tokenizer import Tokenizer
@@ -138,3 +138,10 @@ def test_a_corrupt_tokenizer_is_one_clear_error(tmp_path):
 def test_a_missing_folder_is_one_clear_error(tmp_path):
     with pytest.raises(ModelLoadError, match="does not exist"):
         Tokenizer.load(tmp_path / "nowhere")
+
+
+async def test_metrics_count_what_a_request_that_met_a_stop_string_cost():
+    client = ApiClient(TinyEngine(text_reply("one two STOP three")))
+    await client.complete(prompt=[5, 6, 7], max_tokens=50, stop="STOP")
+    series = _series((await client.get("/metrics")).text)
+    assert series['blockferry:request_queue_time_seconds_count{model_name="tiny"}'] == 1
