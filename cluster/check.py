@@ -72,7 +72,7 @@ def check_deployment(file: Path, *, address: str | None) -> list[Finding]:
         _check_port(config),
         check_weights(config.model.path),
         _check_lengths(deployment),
-        _check_cluster(config, address) if address is not None else _check_machine(deployment),
+        _check_cluster(config, address) if address is not None else check_machine(deployment),
     ):
         findings += checks
     return findings
@@ -171,7 +171,7 @@ def _check_lengths(deployment: Deployment) -> Iterator[Finding]:
             yield _ok(where, f"{num_blocks} blocks of {instance.cache.block_size} tokens hold {num_tokens} tokens")
 
 
-def _check_machine(deployment: Deployment) -> Iterator[Finding]:
+def check_machine(deployment: Deployment) -> Iterator[Finding]:
     """Memory, cores and shared memory of a deployment that all runs here."""
     config = deployment.config
     pools = weights = 0

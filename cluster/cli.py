@@ -49,13 +49,13 @@ def main() -> None:
     try:
         code: Any = typer.main.get_command(app).main(cli_bench.fill_json_target(sys.argv[1:]), standalone_mode=False)
     except ClickException as error:
-        cli_output.print_error(f"{error.format_message()}; see `blockferry --help`")
+        cli_output.print_error(f"{error.format_message().rstrip('.')}; see `blockferry --help`")
         code = error.exit_code
     except (BlockferryError, OSError) as error:
         cli_output.print_error(str(error))
         code = 1
     except Interrupted as interrupt:
-        cli_output.print_error(str(interrupt))
+        cli_output.note(str(interrupt))
         code = interrupt.exit_code
     sys.exit(code if isinstance(code, int) else 0)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from blockferry.cluster import launch, ray_session, run_record
-from blockferry.cluster.check import check_weights
+from blockferry.cluster.check import check_machine, check_weights
 from blockferry.cluster.deployment import Deployment
 from blockferry.cluster.interrupt import stop_signals
 from blockferry.cluster.launch import Running
@@ -86,7 +86,10 @@ def _open(wish: Wish, report: Report, opened: _Opened) -> None:
     # what can be known at once is reported before the half minute that everything else takes
     if wish.with_api:
         bind(config.api.host, config.api.port).close()
-    for finding in check_weights(config.model.path):
+    findings = [*check_weights(config.model.path)]
+    if wish.address is None:  # all of it runs here
+        findings += check_machine(wish.deployment)
+    for finding in findings:
         if finding.is_error:
             raise ConfigError(finding.subject, finding.message)
     report(Progress(phase="starting Ray" if wish.address is None else "connecting to Ray", done=0, total=1))

@@ -145,7 +145,7 @@ class SequenceRun:
             async for output in outputs:
                 is_running = output.finish_reason is None
                 if output.finish_reason is FinishReason.ERROR:
-                    raise ApiError(f"the engine failed: {output.error}", status=500, code="engine_failed")
+                    raise ApiError(f"the engine failed: {output.error}", status=503, code="engine_failed")
                 times.on_tokens(len(output.token_ids), time.monotonic())
                 delta = self._text.absorb(output)
                 if delta is None:

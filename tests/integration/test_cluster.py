@@ -179,7 +179,7 @@ def test_other_shells_find_it_and_sigterm_leaves_no_trace(server: Server) -> Non
 
     errors = server.end(signal.SIGTERM)
     assert server.process.returncode == 128 + signal.SIGTERM
-    assert "error: stopped by SIGTERM" in errors
+    assert "stopped by SIGTERM" in errors
     assert "Traceback" not in errors
     assert traces_of(server) == []
 
@@ -227,7 +227,7 @@ def test_signal_during_start_leaves_no_trace(
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 128 + signal.SIGINT
-    assert "error: stopped by SIGINT" in errors
+    assert "stopped by SIGINT" in errors
     assert [one for one in descendants if is_alive(one)] == []
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.checkpoints import make_checkpoint
 
 from blockferry.cluster.cli import main
 from blockferry.cluster.cli_bench import fill_json_target
@@ -107,3 +108,16 @@ def test_a_bare_name_means_the_shipped_deployment_file(tmp_path, monkeypatch):
     Path("smollm2-pd-cpu.yaml").write_text("mine")
     assert find_config(Path("smollm2-pd-cpu.yaml")).read_text() == "mine"
     assert find_config(Path("other/smollm2-pd-cpu.yaml")) == Path("other/smollm2-pd-cpu.yaml")
+
+
+def test_pools_larger_than_memory_are_refused_before_ray_starts(run, tmp_path):
+    file = tmp_path / "huge.yaml"
+    checkpoint = make_checkpoint(tmp_path / "model", "llama")
+    (checkpoint / "tokenizer.json").write_text("{}")
+    file.write_text(
+        f"model: {{path: {checkpoint}, dtype: float32}}\ncache: {{memory: 9000GiB}}\n"
+        "instances: [{role: mixed}]\napi: {port: 0}\n"
+    )
+    done = run("serve", str(file))
+    assert done.returncode == 1
+    assert "MiB available; lower cache.memory" in done.stderr
