@@ -127,8 +127,8 @@ def bench_transfer(  # noqa: PLR0913, PLR0917 - one parameter per option
     plot: PlotFile = None,
 ) -> None:
     """Ferry blocks between two processes over UCX and compare with what memory and sockets allow."""
-    from blockferry.cluster.bench.report import Plot, emit
-    from blockferry.cluster.bench.transfer import MODES, PATHS, PATTERNS, PIECE_SIZES, run_transfer_bench
+    from blockferry.cluster.bench.report import emit
+    from blockferry.cluster.bench.transfer import MODES, PATHS, PATTERNS, PIECE_SIZES, plot_of, run_transfer_bench
 
     with cli_output.progress_bar() as report, _one_line_errors():
         measured = run_transfer_bench(
@@ -143,9 +143,8 @@ def bench_transfer(  # noqa: PLR0913, PLR0917 - one parameter per option
                 Progress(phase=" ".join(str(value) for value in case.params().values()), done=number, total=total)
             ),
         )
-    picture = None if plot is None else Plot(path=plot, x="piece_bytes", series="path", names=("transfer", "ceiling"))
     with _one_line_errors():
-        emit(measured, json_target=json_target, plot=picture)
+        emit(measured, json_target=json_target, plot=None if plot is None else plot_of(plot))
 
 
 @contextlib.contextmanager

@@ -74,13 +74,6 @@ def event(chunk: Mapping[str, Any]) -> bytes:
     return b"data: " + to_json(chunk) + b"\n\n"
 
 
-def _as_api_error(failure: Exception) -> ApiError:
-    if isinstance(failure, ApiError):
-        return failure
-    logger.error("a stream failed", exc_info=failure)
-    return ApiError("the server failed; its log says why", status=500)
-
-
 async def result_while_connected(request: HttpRequest, work: Coroutine[Any, Any, ResultT]) -> ResultT:
     """Await `work`, or cancel it when the client leaves. Raises ApiError (status 499, which nobody reads) then."""
     done = await _while_connected(request.receive, work)

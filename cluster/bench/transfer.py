@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from blockferry.cluster.bench.report import Report, Result
+from blockferry.cluster.bench.report import Plot, Report, Result
 from blockferry.cluster.bench.transfer_peer import FAR, NEAR, TRANSPORTS, Check, End, FarEnd, make_layout, send_plain
 from blockferry.connectors.base import Int32Array, TransferCommand, TransferMode, TransportError
 from blockferry.connectors.layout import intersect_runs
@@ -189,39 +189,6 @@ def _check_choice(what: str, chosen: Sequence[str], known: Sequence[str]) -> Non
             raise ValueError(f"{what}={value!r} is unknown; use {', '.join(known)}")
 
 
-def draw_transfer_plot(report: Report, path: Path) -> None:
-    """GiB/s over piece size, one panel per path, the ceiling dashed. Raises ValueError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure  # a heavy import, only for --plot
-    except ImportError as error:
-        raise ValueError("--plot needs matplotlib; install blockferry[plot]") from error
-    panels = list(dict.fromkeys(result.params["path"] for result in report.results))
-    figure = Figure(figsize=(6.5 * max(1, len(panels)), 4.5), layout="constrained")
-    for number, panel in enumerate(panels):
-        axes = figure.add_subplot(1, len(panels), number + 1)
-        for label, line in _lines(report, panel):
-            style = "--" if label.startswith("ceiling") else "-"
-            axes.plot([p[0] for p in line], [p[1] for p in line], style, marker="o", label=label)
-        axes.set_xscale("log", base=2)
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("piece, bytes")
-        axes.set_ylabel("GiB/s")
-        axes.set_title(f"{panel}: blocks between two processes")
-        axes.grid(visible=True, alpha=0.3)
-        axes.legend()
-    figure.savefig(path, dpi=120)
-
-
-def _lines(report: Report, path: object) -> Iterator[tuple[str, list[tuple[int, float]]]]:
-    lines: dict[str, list[tuple[int, float]]] = {}
-    for result in report.results:
-        params = result.params
-        if params["path"] != path or result.name == "ratio":
-            continue
-        if result.name == "ceiling" and params["mode"] != MODES[0]:
-            continue  # one ceiling line per pattern is enough
-        mode = params["mode"] if result.name == "transfer" else ""
-        label = f"{result.name} {params['pattern']} {mode}".rstrip()
-        lines.setdefault(label, []).append((int(params["piece_bytes"] or 0), result.value))
-    for label, points in lines.items():
-        yield label, sorted(points)
+def plot_of(path: Path) -> Plot:
+    """GiB/s over piece size, transfer beside ceiling."""
+    return Plot(path=path, x="piece_bytes", series="path", names=("transfer", "ceiling"))

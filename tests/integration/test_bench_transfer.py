@@ -3,7 +3,7 @@
 import pytest
 from support.shared_memory import no_segments_left
 
-from blockferry.cluster.bench.transfer import draw_transfer_plot, run_transfer_bench
+from blockferry.cluster.bench.transfer import plot_of, run_transfer_bench
 
 pytestmark = pytest.mark.ucx
 
@@ -21,7 +21,7 @@ def test_every_case_is_measured_against_its_ceiling(tmp_path):
     assert len(cases) == 2 * 2 * 2 * 2
     assert set(map(frozenset, cases.values())) == {frozenset({"transfer", "ceiling", "ratio"})}
     assert {name for name, _ in next(iter(cases))} == {"path", "pattern", "piece_bytes", "mode"}
-    draw_transfer_plot(report, tmp_path / "plot.png")
+    plot_of(tmp_path / "plot.png").draw(report.results)
     assert (tmp_path / "plot.png").stat().st_size > 10_000
 
 
