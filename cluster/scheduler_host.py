@@ -13,7 +13,8 @@ from blockferry.connectors.base import TransferMode
 from blockferry.connectors.pd_scheduler import PdScheduler
 from blockferry.engine.config import CacheConfig, ConnectorConfig, Role, SchedulerConfig
 from blockferry.engine.kv.manager import KVCacheManager
-from blockferry.engine.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from blockferry.engine.kv.reach import KVContent
+from blockferry.engine.kv.spec import AttentionSpec, KVCacheConfig, KVCacheGroup
 from blockferry.engine.models.config import DecoderConfig
 from blockferry.engine.rows import RowTable
 from blockferry.engine.scheduler.central import CentralScheduler
@@ -68,12 +69,8 @@ class SchedulerSettings:
 
 def ledger_config(decoder: DecoderConfig, cache: CacheConfig, *, num_blocks: int, dtype_bytes: int) -> KVCacheConfig:
     """The ledger's view of an instance's pools: one group of all layers, whatever ranks hold which."""
-    spec = FullAttentionSpec(
-        block_size=cache.block_size,
-        num_kv_heads=decoder.num_kv_heads,
-        head_dim=decoder.head_dim,
-        dtype_bytes=dtype_bytes,
-    )
+    content = KVContent(num_kv_heads=decoder.num_kv_heads, head_dim=decoder.head_dim, dtype_bytes=dtype_bytes)
+    spec = AttentionSpec(block_size=cache.block_size, content=content)
     group = KVCacheGroup(layer_ids=tuple(range(decoder.num_layers)), spec=spec)
     return KVCacheConfig(num_blocks=num_blocks, groups=(group,), hash_block_size=cache.block_size)
 

@@ -24,7 +24,8 @@ import numpy as np
 from blockferry.cluster.bench import scheduler_step
 from blockferry.cluster.bench.report import Report, Result
 from blockferry.engine.kv.manager import AllocateOptions, KVCacheManager
-from blockferry.engine.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from blockferry.engine.kv.reach import KVContent
+from blockferry.engine.kv.spec import AttentionSpec, KVCacheConfig, KVCacheGroup
 from blockferry.engine.request import Int32Array
 from blockferry.engine.rows import RowTable
 
@@ -73,7 +74,7 @@ class _Ledger:
 
     def __init__(self, *, num_blocks: int, max_rows: int, max_model_len: int) -> None:
         self.rows = RowTable(max_rows=max_rows, max_model_len=max_model_len)
-        spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=8, head_dim=128, dtype_bytes=2)
+        spec = AttentionSpec(block_size=BLOCK_SIZE, content=KVContent(num_kv_heads=8, head_dim=128, dtype_bytes=2))
         group = KVCacheGroup(layer_ids=(0,), spec=spec)
         config = KVCacheConfig(num_blocks=num_blocks, groups=(group,), hash_block_size=BLOCK_SIZE)
         self.kv = KVCacheManager(config, self.rows, watermark=0.0)

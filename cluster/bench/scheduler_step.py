@@ -14,7 +14,8 @@ import numpy as np
 from blockferry.cluster.bench.report import Result
 from blockferry.engine.config import Role, SchedulerConfig
 from blockferry.engine.kv.manager import KVCacheManager
-from blockferry.engine.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from blockferry.engine.kv.reach import KVContent
+from blockferry.engine.kv.spec import AttentionSpec, KVCacheConfig, KVCacheGroup
 from blockferry.engine.request import Request, SamplingParams
 from blockferry.engine.rows import RowTable
 from blockferry.engine.scheduler.central import CentralScheduler
@@ -54,7 +55,7 @@ def _fill(num_rows: int, *, num_steps: int, generator: np.random.Generator) -> C
     """A scheduler whose every row decodes and has num_steps and more to go."""
     max_model_len = PROMPT_LENGTHS[1] + num_steps + num_rows + 16
     rows = RowTable(max_rows=num_rows, max_model_len=max_model_len)
-    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=3, head_dim=64, dtype_bytes=2)
+    spec = AttentionSpec(block_size=BLOCK_SIZE, content=KVContent(num_kv_heads=3, head_dim=64, dtype_bytes=2))
     kv = KVCacheManager(
         KVCacheConfig(
             num_blocks=num_rows * (spec.num_blocks_for(max_model_len) + 1) + 1,

@@ -12,7 +12,7 @@ import numpy as np
 from blockferry.engine.kv.block_pool import BlockPool
 from blockferry.engine.kv.block_table import BlockTable, DeltaLog
 from blockferry.engine.kv.events import BlockStored
-from blockferry.engine.kv.spec import FullAttentionSpec
+from blockferry.engine.kv.spec import KVCacheSpec
 from blockferry.engine.request import BoolArray, Int32Array
 from blockferry.engine.rows import RowTable
 
@@ -28,7 +28,7 @@ class FullAttentionManager:
 
     def __init__(
         self,
-        spec: FullAttentionSpec,
+        spec: KVCacheSpec,
         *,
         group: int,
         hash_block_size: int,

@@ -10,7 +10,8 @@ from support.kv_model import NaiveLedger
 
 from blockferry.engine.kv.block_table import BlockTable
 from blockferry.engine.kv.manager import AllocateOptions, KVCacheManager
-from blockferry.engine.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from blockferry.engine.kv.reach import KVContent
+from blockferry.engine.kv.spec import AttentionSpec, KVCacheConfig, KVCacheGroup
 from blockferry.engine.request import Int32Array
 from blockferry.engine.rows import RowTable
 
@@ -58,7 +59,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(4, 16), num_lookahead=st.integers(0, 5), watermark=st.sampled_from([0.0, 0.2]))
     def start(self, num_blocks: int, num_lookahead: int, watermark: float) -> None:
         self.rows = RowTable(max_rows=MAX_ROWS, max_model_len=MAX_MODEL_LEN)
-        spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_dim=8, dtype_bytes=2)
+        spec = AttentionSpec(block_size=BLOCK_SIZE, content=KVContent(num_kv_heads=1, head_dim=8, dtype_bytes=2))
         self.kv = KVCacheManager(
             KVCacheConfig(
                 num_blocks=num_blocks,

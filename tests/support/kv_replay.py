@@ -19,7 +19,8 @@ from blockferry.engine.kv.block_hash import RequestHashes
 from blockferry.engine.kv.coordinator import PrefixHit
 from blockferry.engine.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog
 from blockferry.engine.kv.manager import AllocateOptions, KVCacheManager
-from blockferry.engine.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from blockferry.engine.kv.reach import KVContent
+from blockferry.engine.kv.spec import AttentionSpec, KVCacheConfig, KVCacheGroup
 from blockferry.engine.rows import RowTable
 
 
@@ -53,7 +54,9 @@ class TraceReplay:
         self.events = EventLog() if config["events"] else None
         # under context parallelism a rank's block stands for block_size * dcp tokens of the sequence
         specs = [
-            FullAttentionSpec(block_size=g["block_size"] * config["dcp"], num_kv_heads=1, head_dim=8, dtype_bytes=2)
+            AttentionSpec(
+                block_size=g["block_size"] * config["dcp"], content=KVContent(num_kv_heads=1, head_dim=8, dtype_bytes=2)
+            )
             for g in config["groups"]
         ]
         groups = tuple(KVCacheGroup(layer_ids=(i,), spec=spec) for i, spec in enumerate(specs))

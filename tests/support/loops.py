@@ -15,7 +15,8 @@ from blockferry.cluster.scheduler_loop import LoopTiming, SchedulerLoop
 from blockferry.cluster.worker_loop import WorkerLoop, WorkerTiming
 from blockferry.connectors.base import TransferCommand, TransferEvent, TransferState
 from blockferry.engine.config import CacheConfig, ConnectorConfig, Role, SchedulerConfig
-from blockferry.engine.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from blockferry.engine.kv.reach import KVContent
+from blockferry.engine.kv.spec import AttentionSpec, KVCacheConfig, KVCacheGroup
 from blockferry.engine.wire import StepPlan, StepResult
 
 BLOCK_SIZE = 16
@@ -130,7 +131,7 @@ def _rank(name: str, scheduler: SchedulerLoop) -> Rank:
 
 
 def _instance(name: str, role: Role, *, max_queue_len: int = 4096, max_num_seqs: int = 64) -> InstanceSettings:
-    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_dim=8, dtype_bytes=4)
+    spec = AttentionSpec(block_size=BLOCK_SIZE, content=KVContent(num_kv_heads=1, head_dim=8, dtype_bytes=4))
     kv = KVCacheConfig(
         num_blocks=NUM_BLOCKS, groups=(KVCacheGroup(layer_ids=(0,), spec=spec),), hash_block_size=BLOCK_SIZE
     )

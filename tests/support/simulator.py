@@ -15,7 +15,8 @@ from blockferry.connectors.pd_scheduler import PdScheduler
 from blockferry.engine.config import Role, SchedulerConfig
 from blockferry.engine.kv.block_table import BlockTable
 from blockferry.engine.kv.manager import KVCacheManager
-from blockferry.engine.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from blockferry.engine.kv.reach import KVContent
+from blockferry.engine.kv.spec import AttentionSpec, KVCacheConfig, KVCacheGroup
 from blockferry.engine.request import FinishReason, Request, SamplingParams
 from blockferry.engine.rows import RowTable
 from blockferry.engine.scheduler.central import CentralScheduler
@@ -398,7 +399,7 @@ class SimCluster:
 
 def make_instance(shape: Shape, max_model_len: int) -> Instance:
     rows = RowTable(max_rows=shape.max_num_seqs, max_model_len=max_model_len)
-    spec = FullAttentionSpec(block_size=shape.block_size, num_kv_heads=1, head_dim=8, dtype_bytes=4)
+    spec = AttentionSpec(block_size=shape.block_size, content=KVContent(num_kv_heads=1, head_dim=8, dtype_bytes=4))
     config = KVCacheConfig(
         num_blocks=shape.num_blocks,
         groups=(KVCacheGroup(layer_ids=(0,), spec=spec),),

@@ -7,7 +7,8 @@ from blockferry.engine.errors import LedgerCorrupted
 from blockferry.engine.kv.block_hash import lora_key
 from blockferry.engine.kv.events import BlockStored, EventLog
 from blockferry.engine.kv.manager import AllocateOptions, KVCacheManager
-from blockferry.engine.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from blockferry.engine.kv.reach import KVContent
+from blockferry.engine.kv.spec import AttentionSpec, KVCacheConfig, KVCacheGroup
 from blockferry.engine.request import Int32Array
 from blockferry.engine.rows import RowTable
 
@@ -21,7 +22,7 @@ def tokens(num_tokens: int, first: int = 100) -> Int32Array:
 
 
 def group(block_size: int = 4) -> KVCacheGroup:
-    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_dim=8, dtype_bytes=2)
+    spec = AttentionSpec(block_size=block_size, content=KVContent(num_kv_heads=1, head_dim=8, dtype_bytes=2))
     return KVCacheGroup(layer_ids=(0,), spec=spec)
 
 

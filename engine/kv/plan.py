@@ -1,0 +1,89 @@
+"""A plan of the KV cache: which layers share block tables, and where their pages lie in a rank's memory.
+
+Values only; planning.py and slab_planning.py make them, the ledger and the workers are built from them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from blockferry.engine.kv.reach import SequenceLimits
+from blockferry.engine.kv.spec import KVCacheGroup, KVCacheSpec
+
+
+class Planner(enum.StrEnum):
+    """How groups are formed.
+
+    UNIFORM: pages of one size, groups of equally many layers, padding where counts do not divide. SLAB: one group per
+    spec, pages of each group's own size carved out of slabs. UNIFIED: one group; local layers are kept whole.
+    """
+
+    UNIFORM = "uniform"
+    SLAB = "slab"
+    UNIFIED = "unified"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """What to plan for: one rank of an instance."""
+
+    layers: tuple[KVCacheSpec, ...]  # by layer number
+    limits: SequenceLimits
+    memory_bytes: int  # for the whole pool, null block included
+    layout: str = "BLHNC"  # axes, outermost first; see engine/worker/kv_cache.py
+    draft_layer_ids: frozenset[int] = frozenset()  # layers of a draft model
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PageRegion:
+    """Where layers of one group lie: page b of the i-th layer starts at offset + i * layer_stride + b * block_stride.
+
+    All in bytes from the pool's start. Regions of different groups overlap: a block belongs to one group at a time.
+    """
+
+    group: int
+    layer_ids: tuple[int, ...]
+    spec: KVCacheSpec  # of each of these layers
+    offset: int
+    layer_stride: int
+    block_stride: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SlabGeometry:
+    """How a pool is carved: slabs of slab_bytes, each given to one group at a time.
+
+    A slab holds pages_per_slab[g] pages of group g at page_stride_bytes[g], the group's block_stride. Before slab 0
+    lie null_bytes with the null page of every group, so that block id b > 0 of group g is page (b - 1) counted from
+    the start of slab 0.
+    """
+
+    slab_bytes: int
+    num_slabs: int
+    pages_per_slab: tuple[int, ...]  # per group
+    page_stride_bytes: tuple[int, ...]  # per group; pages_per_slab * page_stride_bytes = slab_bytes
+    null_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KVCachePlan:
+    """The plan of one rank's pool.
+
+    num_blocks counts the null block; of a slab plan it is that of the group with most blocks. useful_fraction is
+    content bytes over pool bytes when all blocks are taken. capacity_tokens and max_concurrency are for sequences of
+    max_model_len, fractions of a sequence included.
+    """
+
+    planner: Planner
+    groups: tuple[KVCacheGroup, ...]
+    num_blocks: int
+    bytes_per_block: int  # of the pool, per block id; of a slab plan, per slab
+    regions: tuple[PageRegion, ...]
+    hash_block_size: int
+    scheduler_block_size: int
+    useful_fraction: float
+    capacity_tokens: int
+    max_concurrency: float
+    pool_bytes: int
+    slab: SlabGeometry | None = None
