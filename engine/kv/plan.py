@@ -9,7 +9,7 @@ import dataclasses
 import enum
 
 from blockferry.engine.kv.reach import SequenceLimits
-from blockferry.engine.kv.spec import KVCacheGroup, KVCacheSpec
+from blockferry.engine.kv.spec import KVCacheGroup, KVCacheSpec, SlabGeometry
 
 
 class Planner(enum.StrEnum):
@@ -48,22 +48,6 @@ class PageRegion:
     offset: int
     layer_stride: int
     block_stride: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SlabGeometry:
-    """How a pool is carved: slabs of slab_bytes, each given to one group at a time.
-
-    A slab holds pages_per_slab[g] pages of group g at page_stride_bytes[g], the group's block_stride. Before slab 0
-    lie null_bytes with the null page of every group, so that block id b > 0 of group g is page (b - 1) counted from
-    the start of slab 0.
-    """
-
-    slab_bytes: int
-    num_slabs: int
-    pages_per_slab: tuple[int, ...]  # per group
-    page_stride_bytes: tuple[int, ...]  # per group; pages_per_slab * page_stride_bytes = slab_bytes
-    null_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -361,12 +361,32 @@ class KVCacheGroup:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SlabGeometry:
+    """How a pool is carved: slabs of slab_bytes, each given to one group at a time.
+
+    A slab holds pages_per_slab[g] pages of group g at page_stride_bytes[g], the group's block_stride. Before slab 0
+    lie null_bytes with the null page of every group, so that block id b > 0 of group g is page (b - 1) counted from
+    the start of slab 0.
+    """
+
+    slab_bytes: int
+    num_slabs: int
+    pages_per_slab: tuple[int, ...]  # per group
+    page_stride_bytes: tuple[int, ...]  # per group; pages_per_slab * page_stride_bytes = slab_bytes
+    null_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheConfig:
-    """The ledger's view of a pool: num_blocks includes block 0, the null block."""
+    """The ledger's view of a pool: num_blocks includes block 0, the null block.
+
+    With a slab geometry every group numbers its own pages, from 1 on, and num_blocks is that of the largest group.
+    """
 
     num_blocks: int
     groups: tuple[KVCacheGroup, ...]
     hash_block_size: int
+    slab: SlabGeometry | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError for a pool that can hold nothing."""
