@@ -82,6 +82,11 @@ class LatentContent:
         return FP8_DS_MLA_TOKEN_BYTES if self.is_fp8_ds_mla else self.latent_dim * self.dtype_bytes
 
     @property
+    def head_bytes(self) -> int:
+        """Bytes of the vector: it stands for one head."""
+        return self.token_bytes
+
+    @property
     def is_latent(self) -> bool:
         """Whether all heads share one vector."""
         return True
@@ -100,6 +105,16 @@ class FullReach:
     def kind(self, *, is_latent: bool) -> SpecKind:
         """Cache type."""
         return SpecKind.MLA if is_latent else SpecKind.FULL_ATTENTION
+
+    @property
+    def storage(self) -> Reach:
+        """This, as far as the ledger is concerned."""
+        return FullReach()
+
+    @property
+    def kept_whole(self) -> Reach:
+        """It is."""
+        return self
 
     def max_held_blocks(self, tokens_per_block: int, limits: SequenceLimits) -> int:
         """Most blocks that one sequence ever holds at once."""
@@ -122,10 +137,20 @@ class WindowReach:
         """Cache type."""
         return SpecKind.SLIDING_WINDOW_MLA if is_latent else SpecKind.SLIDING_WINDOW
 
+    @property
+    def storage(self) -> Reach:
+        """This, as far as the ledger is concerned."""
+        return self
+
+    @property
+    def kept_whole(self) -> Reach:
+        """Full reach, for a plan that stores every token of a local layer."""
+        return FullReach(computes_window=self.window)
+
     def max_held_blocks(self, tokens_per_block: int, limits: SequenceLimits) -> int:
         """As of FullReach; one more than the tokens fill, as a window need not start at a block's edge."""
         num_tokens = min(self.num_retained_tokens + limits.max_in_flight_tokens, limits.max_model_len)
-        return num_tokens // tokens_per_block + 1
+        return cdiv(num_tokens, tokens_per_block) + 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +164,16 @@ class ChunkReach:
         if is_latent:
             raise ValueError("chunked local attention over latent content is not defined; use KVContent")
         return SpecKind.CHUNKED_LOCAL
+
+    @property
+    def storage(self) -> Reach:
+        """This, as far as the ledger is concerned."""
+        return self
+
+    @property
+    def kept_whole(self) -> Reach:
+        """As of WindowReach."""
+        return FullReach(computes_chunk=self.chunk)
 
     def max_held_blocks(self, tokens_per_block: int, limits: SequenceLimits) -> int:
         """Most blocks that one sequence ever holds at once."""
@@ -157,6 +192,16 @@ class RetainedPromptReach:
             raise ValueError("a retained prompt over latent content is not defined; use KVContent")
         return SpecKind.RETAINED_PROMPT
 
+    @property
+    def storage(self) -> Reach:
+        """This, as far as the ledger is concerned."""
+        return self
+
+    @property
+    def kept_whole(self) -> Reach:
+        """Itself: no other layer keeps the same blocks."""
+        return self
+
     def max_held_blocks(self, tokens_per_block: int, limits: SequenceLimits) -> int:
         """As of FullReach: the prompt may be as long as the model allows."""
         return cdiv(limits.max_model_len, tokens_per_block)
@@ -171,6 +216,16 @@ class EncoderReach:
         del is_latent
         return SpecKind.CROSS_ATTENTION
 
+    @property
+    def storage(self) -> Reach:
+        """This, as far as the ledger is concerned."""
+        return self
+
+    @property
+    def kept_whole(self) -> Reach:
+        """It is."""
+        return self
+
     def max_held_blocks(self, tokens_per_block: int, limits: SequenceLimits) -> int:
         """Most blocks that one sequence ever holds at once."""
         return cdiv(limits.max_num_encoder_tokens, tokens_per_block)
@@ -184,6 +239,16 @@ class NoReach:
         """Cache type."""
         del is_latent
         return SpecKind.ENCODER_ONLY
+
+    @property
+    def storage(self) -> Reach:
+        """This, as far as the ledger is concerned."""
+        return self
+
+    @property
+    def kept_whole(self) -> Reach:
+        """There is nothing to keep."""
+        return self
 
     def max_held_blocks(self, tokens_per_block: int, limits: SequenceLimits) -> int:
         """None."""

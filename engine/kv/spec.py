@@ -1,15 +1,15 @@
 """Cache specs: what one layer stores per block, and how layers form groups that share a block table.
 
-One frozen class per kind of state; all of them answer the questions of KVCacheSpec. Sizes are bytes of one rank.
-Owns no state and decides nothing: planning.py forms groups, the type managers say what a type keeps and finds.
+One frozen class per kind of cache (those of state in state_spec.py); all of them answer the questions of KVCacheSpec.
+Sizes are bytes of one rank. Owns no state and decides nothing: planning.py forms groups, the type managers say what a
+type keeps and finds.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
-import math
-from typing import Protocol
+from collections.abc import Hashable
+from typing import Protocol, Self
 
 from blockferry.engine.kv.reach import (
     EncoderReach,
@@ -22,17 +22,21 @@ from blockferry.engine.kv.reach import (
     SpecKind,
     cdiv,
 )
+from blockferry.engine.kv.state_spec import MambaMode, MambaSpec, ScratchRingSpec
 
-
-class MambaMode(enum.StrEnum):
-    """Where a state-space layer keeps its states.
-
-    NONE: only the running state, in one block; no prefix cache. ALIGN: states at block boundaries are blocks of
-    their own, which the prefix cache may keep; a row holds the running state and the one before it.
-    """
-
-    NONE = "none"
-    ALIGN = "align"
+__all__ = [
+    "TABLE_ALIGNMENT",
+    "AttentionSpec",
+    "KVCacheConfig",
+    "KVCacheGroup",
+    "KVCacheSpec",
+    "LayerSpec",
+    "MambaMode",
+    "MambaSpec",
+    "ScratchRingSpec",
+    "SlabGeometry",
+    "UniformTypeSpec",
+]
 
 
 class KVCacheSpec(Protocol):
@@ -85,6 +89,31 @@ class KVCacheSpec(Protocol):
 
     def max_memory_usage_bytes(self, limits: SequenceLimits) -> int:
         """Most bytes of one layer that one sequence ever holds at once."""
+
+    def per_layer(self, num_layers: int) -> tuple[LayerSpec, ...]:
+        """Spec of each layer of a group of num_layers layers that has this spec, in the group's order."""
+
+
+class LayerSpec(KVCacheSpec, Protocol):
+    """What the planners ask of the spec of a single layer, besides: in which ways it can be stored."""
+
+    @property
+    def table_key(self) -> Hashable:
+        """Equal for layers that need the same blocks of any sequence, and so can share a block table."""
+
+    @property
+    def storage(self) -> Self:
+        """This spec without what only computation cares about; layers of equal storage have pages alike."""
+
+    @property
+    def head_slice_bytes(self) -> int:
+        """Bytes of one KV head's part of a page; of the whole page where no heads are told apart."""
+
+    def kept_whole(self, block_size: int) -> Self:
+        """Of a local layer: all of its tokens stored, in blocks of block_size; any other spec as it is."""
+
+    def with_page_size(self, page_size_bytes: int) -> Self | None:
+        """With larger pages: more tokens to a block where that divides, else padding; None where neither can be."""
 
 
 TABLE_ALIGNMENT = 128
@@ -154,145 +183,51 @@ class AttentionSpec:
         """Most bytes that one sequence ever holds at once."""
         return self.max_admission_blocks_per_request(limits) * self.page_size_bytes
 
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MambaSpec:
-    """Recurrent state of fixed size: state-space layers, gated delta-net, short convolution.
-
-    A page holds one state, whatever block_size is; block_size says at which positions states may be kept. Every rank
-    holds its whole state, so context parallelism does not change it.
-    """
-
-    block_size: int
-    shapes: tuple[tuple[int, ...], ...]  # per state tensor, on this rank
-    dtype_bytes: tuple[int, ...]  # per state tensor
-    mode: MambaMode = MambaMode.ALIGN
-    num_speculative_blocks: int = 0  # one state per draft token to verify
-    num_prefill_checkpoint_blocks: int = 0  # states exported from within a prefill chunk
-    page_size_padded: int | None = None
+    def per_layer(self, num_layers: int) -> tuple[LayerSpec, ...]:
+        """The same for all."""
+        return (self,) * num_layers
 
     @property
-    def kind(self) -> SpecKind:
-        """Cache type."""
-        return SpecKind.MAMBA
+    def table_key(self) -> Hashable:
+        """Layers of equal reach share blocks, whatever they store of a token."""
+        return (self.reach.storage, self.block_size, self.context_parallel_size)
 
     @property
-    def tokens_per_block(self) -> int:
-        """Tokens between two positions whose states may be kept."""
-        return self.block_size
+    def storage(self) -> Self:
+        """Without the window or chunk that a layer kept whole computes."""
+        return dataclasses.replace(self, reach=self.reach.storage)
 
     @property
-    def unpadded_page_size_bytes(self) -> int:
-        """Bytes of one state."""
-        return sum(math.prod(shape) * size for shape, size in zip(self.shapes, self.dtype_bytes, strict=True))
+    def head_slice_bytes(self) -> int:
+        """Bytes of one KV head's part of a page."""
+        return self.block_size * self.content.head_bytes
 
-    @property
-    def page_size_bytes(self) -> int:
-        """Bytes that one block of this layer takes."""
-        return self.page_size_padded or self.unpadded_page_size_bytes
+    def kept_whole(self, block_size: int) -> Self:
+        """Full attention for the ledger, where this is a sliding window or chunked."""
+        reach = self.reach.kept_whole
+        if reach == self.reach:
+            return self
+        padded = self.page_size_padded
+        if padded is not None:
+            padded = max(padded, block_size * self.content.token_bytes)
+        return dataclasses.replace(self, reach=reach, block_size=block_size, page_size_padded=padded)
 
-    @property
-    def prefix_cacheable(self) -> bool:
-        """Whether states may be shared between sequences."""
-        return self.mode is MambaMode.ALIGN
-
-    @property
-    def tokens_per_state(self) -> int:
-        """A state covers the whole block, and all before it."""
-        return self.block_size
-
-    @property
-    def block_table_token_alignment(self) -> int | None:
-        """None: columns are states, not positions."""
-        return None
-
-    def num_blocks_for(self, num_tokens: int) -> int:
-        """Columns that num_tokens tokens take, speculative ones not counted."""
-        return cdiv(num_tokens, self.block_size)
-
-    def max_admission_blocks_per_request(self, limits: SequenceLimits) -> int:
-        """Most blocks that one sequence ever holds at once."""
-        del limits
-        if self.mode is MambaMode.NONE:
-            return 1 + self.num_speculative_blocks
-        return 2 + self.num_speculative_blocks + self.num_prefill_checkpoint_blocks
-
-    def max_num_blocks_per_req(self, limits: SequenceLimits) -> int:
-        """Columns of a sequence's block table: all positions, though most entries are null."""
-        return self.num_blocks_for(limits.max_model_len) + self.num_speculative_blocks
-
-    def max_memory_usage_bytes(self, limits: SequenceLimits) -> int:
-        """Most bytes that one sequence ever holds at once."""
-        return self.max_admission_blocks_per_request(limits) * self.page_size_bytes
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ScratchRingSpec:
-    """One block of working memory per sequence, written around and around; nobody else ever reads it."""
-
-    block_size: int
-    page_bytes: int
-
-    @property
-    def kind(self) -> SpecKind:
-        """Cache type."""
-        return SpecKind.SCRATCH_RING
-
-    @property
-    def tokens_per_block(self) -> int:
-        """Tokens that fit the ring."""
-        return self.block_size
-
-    @property
-    def unpadded_page_size_bytes(self) -> int:
-        """Bytes of the ring."""
-        return self.page_bytes
-
-    @property
-    def page_size_bytes(self) -> int:
-        """Bytes that one block of this layer takes."""
-        return self.page_bytes
-
-    @property
-    def prefix_cacheable(self) -> bool:
-        """Never shared."""
-        return False
-
-    @property
-    def tokens_per_state(self) -> int:
-        """Every token has an entry, until it is overwritten."""
-        return 1
-
-    @property
-    def block_table_token_alignment(self) -> int | None:
-        """None: the one column is no position."""
-        return None
-
-    def num_blocks_for(self, num_tokens: int) -> int:
-        """One block, from the first token on."""
-        return min(num_tokens, 1)
-
-    def max_admission_blocks_per_request(self, limits: SequenceLimits) -> int:
-        """Most blocks that one sequence ever holds at once."""
-        del limits
-        return 1
-
-    def max_num_blocks_per_req(self, limits: SequenceLimits) -> int:
-        """Columns of a sequence's block table."""
-        del limits
-        return 1
-
-    def max_memory_usage_bytes(self, limits: SequenceLimits) -> int:
-        """Most bytes that one sequence ever holds at once."""
-        del limits
-        return self.page_bytes
+    def with_page_size(self, page_size_bytes: int) -> Self | None:
+        """Latent vectors are never padded: sparse kernels address them as whole rows."""
+        ratio, rest = divmod(page_size_bytes, self.page_size_bytes)
+        if not rest:
+            padded = self.page_size_padded and self.page_size_padded * ratio
+            return dataclasses.replace(self, block_size=self.block_size * ratio, page_size_padded=padded)
+        if self.content.is_latent:
+            return None
+        return dataclasses.replace(self, page_size_padded=page_size_bytes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UniformTypeSpec:
     """Layers of one type and block size whose pages differ: one group whose page is all their pages in a row."""
 
-    layer_specs: tuple[KVCacheSpec, ...]  # in the group's order; all alike but for their bytes
+    layer_specs: tuple[LayerSpec, ...]  # in the group's order; all alike but for their bytes
 
     @property
     def kind(self) -> SpecKind:
@@ -350,6 +285,11 @@ class UniformTypeSpec:
         """Most bytes that one sequence ever holds at once, in all layers."""
         return self.max_admission_blocks_per_request(limits) * self.page_size_bytes
 
+    def per_layer(self, num_layers: int) -> tuple[LayerSpec, ...]:
+        """Each its own; none for a rank that holds no layer of the group."""
+        assert num_layers in (0, len(self.layer_specs)), (num_layers, len(self.layer_specs))
+        return self.layer_specs[:num_layers]
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheGroup:
@@ -359,6 +299,11 @@ class KVCacheGroup:
     spec: KVCacheSpec
     is_draft: bool = False  # layers of a draft model: the last block of a hit is computed again
 
+    @property
+    def layer_specs(self) -> tuple[LayerSpec, ...]:
+        """Spec of each layer, in the order of layer_ids."""
+        return self.spec.per_layer(len(self.layer_ids))
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SlabGeometry:
@@ -366,7 +311,7 @@ class SlabGeometry:
 
     A slab holds pages_per_slab[g] pages of group g at page_stride_bytes[g], the group's block_stride. Before slab 0
     lie null_bytes with the null page of every group, so that block id b > 0 of group g is page (b - 1) counted from
-    the start of slab 0.
+    the start of slab 0. After the last slab lie tail_pages pages that always belong to tail_group: its block ids go on.
     """
 
     slab_bytes: int
@@ -374,6 +319,13 @@ class SlabGeometry:
     pages_per_slab: tuple[int, ...]  # per group
     page_stride_bytes: tuple[int, ...]  # per group; pages_per_slab * page_stride_bytes = slab_bytes
     null_bytes: int
+    tail_group: int = 0
+    tail_pages: int = 0
+
+    def num_pages(self, group: int) -> int:
+        """Pages that a group could own at most, its null page not counted: its block ids are 1 to this number."""
+        tail_pages = self.tail_pages if group == self.tail_group else 0
+        return self.num_slabs * self.pages_per_slab[group] + tail_pages
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
