@@ -4,6 +4,8 @@
     +-- RequestRejected        a request that can never run here (also a ValueError)
     |   +-- QueueFull          no room to wait just now; the same request may be sent again later
     +-- ConfigError            a deployment that cannot work, with the key's path (also a ValueError)
+    |   +-- UnplannableLayers  layers whose caches no plan can hold in one pool
+    |   +-- PoolTooSmall       a pool that cannot hold one sequence of max_model_len
     +-- ModelLoadError         a checkpoint that cannot be loaded, with the file or tensor
     +-- LedgerCorrupted        check_integrity found a broken invariant
     +-- RankLost               a rank of an instance no longer answers the others
@@ -37,6 +39,22 @@ class ConfigError(BlockferryError, ValueError):
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(f"{path}: {reason}" if path else reason)
         self.path = path
+
+
+class UnplannableLayers(ConfigError):
+    """Layers whose caches the asked-for planner cannot put into one pool; `layer_id` is one that does not fit."""
+
+    def __init__(self, layer_id: int, reason: str) -> None:
+        super().__init__("", f"layer {layer_id}: {reason}")
+        self.layer_id = layer_id
+
+
+class PoolTooSmall(ConfigError):
+    """A KV pool that cannot hold one sequence of max_model_len; says how many bytes it takes, null block included."""
+
+    def __init__(self, path: str, reason: str, *, needed_bytes: int) -> None:
+        super().__init__(path, reason)
+        self.needed_bytes = needed_bytes
 
 
 class ModelLoadError(BlockferryError):

@@ -9,7 +9,7 @@ import dataclasses
 import enum
 
 from blockferry.engine.kv.reach import SequenceLimits
-from blockferry.engine.kv.spec import KVCacheGroup, KVCacheSpec, SlabGeometry
+from blockferry.engine.kv.spec import KVCacheGroup, LayerSpec, SlabGeometry
 
 
 class Planner(enum.StrEnum):
@@ -28,7 +28,7 @@ class Planner(enum.StrEnum):
 class PlanRequest:
     """What to plan for: one rank of an instance."""
 
-    layers: tuple[KVCacheSpec, ...]  # by layer number
+    layers: tuple[LayerSpec, ...]  # by layer number
     limits: SequenceLimits
     memory_bytes: int  # for the whole pool, null block included
     layout: str = "BLHNC"  # axes, outermost first; see engine/worker/kv_cache.py
@@ -40,11 +40,13 @@ class PageRegion:
     """Where layers of one group lie: page b of the i-th layer starts at offset + i * layer_stride + b * block_stride.
 
     All in bytes from the pool's start. Regions of different groups overlap: a block belongs to one group at a time.
+    Where heads lie outside layers (BHLNC) that start is of head 0, whose successors follow
+    len(layer_ids) * layer_stride apart.
     """
 
     group: int
     layer_ids: tuple[int, ...]
-    spec: KVCacheSpec  # of each of these layers
+    spec: LayerSpec  # of each of these layers
     offset: int
     layer_stride: int
     block_stride: int
