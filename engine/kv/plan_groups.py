@@ -71,14 +71,7 @@ def unified_groups(request: PlanRequest) -> tuple[KVCacheGroup, ...]:
         return ()
     if not can_share_table(layers.values()):
         layers = keep_whole(layers)
-        first = next(iter(layers.values()))
-        other = next((layer_id for layer_id, spec in layers.items() if spec.table_key != first.table_key), None)
-        if other is not None:
-            raise UnplannableLayers(
-                other,
-                f"{layers[other].kind} cannot share one block table with the {first.kind} of layer {next(iter(layers))}"
-                ", even if every token is stored; leave the hybrid planner on",
-            )
+        _check_one_table(layers)
         _check_one_window(layers)
     return _make_groups(request, layers, [list(layers)])
 
@@ -151,6 +144,19 @@ def _make_groups(request: PlanRequest, layers: Layers, groups: list[list[int]]) 
 
 def _num_page_sizes(layers: Layers) -> int:
     return len({spec.page_size_bytes for spec in layers.values()})
+
+
+def _check_one_table(layers: Layers) -> None:
+    """Raises UnplannableLayers where even layers kept whole need other blocks than the first one."""
+    first_id, first = next(iter(layers.items()))
+    for layer_id, spec in layers.items():
+        if spec.table_key != first.table_key:
+            raise UnplannableLayers(
+                layer_id,
+                f"{spec.kind} in blocks of {spec.block_size} tokens cannot share one block table with layer {first_id},"
+                f" {first.kind} in blocks of {first.block_size}, even with every token stored; leave the hybrid planner"
+                " on",
+            )
 
 
 def _check_one_window(layers: Layers) -> None:

@@ -118,7 +118,7 @@ def _size_plan(
     planner: Planner, groups: tuple[KVCacheGroup, ...], request: PlanRequest, num_blocks: int
 ) -> KVCachePlan:
     needed = blocks_per_sequence(groups, request.limits)
-    # blocks that prefixes are never found by count for nothing, unless there are no others
+    # hits never end in blocks that are not shared, so those need no alignment, unless there are no others
     cached = [group for group in groups if group.spec.prefix_cacheable] or groups
     tokens_per_block = [group.spec.tokens_per_block for group in cached]
     return KVCachePlan(
