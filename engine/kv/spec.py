@@ -322,6 +322,12 @@ class SlabGeometry:
     tail_group: int = 0
     tail_pages: int = 0
 
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of null pages, slabs and tail."""
+        tail_bytes = self.tail_pages * self.page_stride_bytes[self.tail_group]
+        return self.null_bytes + self.num_slabs * self.slab_bytes + tail_bytes
+
     def num_pages(self, group: int) -> int:
         """Pages that a group could own at most, its null page not counted: its block ids are 1 to this number."""
         tail_pages = self.tail_pages if group == self.tail_group else 0

@@ -1,0 +1,104 @@
+"""Which planner plans: the one asked for, the best of all, or every one for a comparison.
+
+Refuses plans under which one sequence of max_model_len could never run. Plans nothing itself.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Callable
+
+from blockferry.engine.errors import ConfigError, PoolTooSmall
+from blockferry.engine.kv.plan import KVCachePlan, Planner, PlanRequest
+from blockferry.engine.kv.planning import plan_unified, plan_uniform
+from blockferry.engine.kv.reach import SequenceLimits
+from blockferry.engine.kv.slab_geometry import slabs_of_one_sequence
+from blockferry.engine.kv.slab_planner import page_demand, plan_slab
+
+NEAR_TIE = 0.99  # capacities that differ by less are alike: the plan of fewer groups is then the faster one
+GIB = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """What one planner made of a request: a plan, or the reason why there is none."""
+
+    planner: Planner
+    plan: KVCachePlan | None = None
+    error: ConfigError | None = None
+
+
+def plan_with(planner: Planner, request: PlanRequest) -> KVCachePlan:
+    """The plan of one planner. Raises UnplannableLayers, PoolTooSmall, ConfigError."""
+    return _PLANNERS[planner](request)
+
+
+def best_plan(request: PlanRequest) -> KVCachePlan:
+    """The uniform or the slab plan, whichever holds more tokens; of about as many, that of fewer groups.
+
+    Raises what the uniform planner does where neither can plan.
+    """
+    attempts = [attempt(planner, request) for planner in (Planner.UNIFORM, Planner.SLAB)]
+    plans = [one.plan for one in attempts if one.plan is not None]
+    if not plans:
+        assert attempts[0].error is not None, attempts
+        raise attempts[0].error
+    most_tokens = max(plan.capacity_tokens for plan in plans)
+    alike = [plan for plan in plans if plan.capacity_tokens >= NEAR_TIE * most_tokens]
+    return min(alike, key=lambda plan: len(plan.groups))
+
+
+def plan_all(request: PlanRequest) -> tuple[Attempt, ...]:
+    """What every planner makes of a request, in the order of Planner."""
+    return tuple(attempt(planner, request) for planner in Planner)
+
+
+def attempt(planner: Planner, request: PlanRequest) -> Attempt:
+    """plan_with, with a refusal as a value."""
+    try:
+        return Attempt(planner=planner, plan=plan_with(planner, request))
+    except ConfigError as error:
+        return Attempt(planner=planner, error=error)
+
+
+def _plan_slab(request: PlanRequest) -> KVCachePlan:
+    plan = plan_slab(request)
+    if plan.slab is None or _can_run(plan, request.limits):
+        return plan
+    needed_bytes = _sequence_bytes(plan, request.limits)
+    lengths = range(1, request.limits.max_model_len + 1)
+    length = bisect.bisect_left(
+        lengths, True, key=lambda one: not _can_run(plan, dataclasses.replace(request.limits, max_model_len=one))
+    )
+    remedy = f", or set max_model_len to {length} or less" if length else ""
+    raise PoolTooSmall(
+        "",
+        f"a pool of {request.memory_bytes / GIB:.2f} GiB has {plan.slab.num_slabs} slabs of {plan.slab.slab_bytes} "
+        f"bytes, too few for one sequence of max_model_len={request.limits.max_model_len} tokens; give the pool "
+        f"{math.ceil(needed_bytes / GIB * 100) / 100:.2f} GiB or more{remedy}",
+        needed_bytes=needed_bytes,
+    )
+
+
+def _can_run(plan: KVCachePlan, limits: SequenceLimits) -> bool:
+    """Whether one sequence of max_model_len can be held."""
+    assert plan.slab is not None, plan
+    demands = [page_demand(group, limits) for group in plan.groups]
+    return slabs_of_one_sequence(plan.slab, demands) <= plan.slab.num_slabs
+
+
+def _sequence_bytes(plan: KVCachePlan, limits: SequenceLimits) -> int:
+    """Bytes of a pool that holds one sequence of max_model_len."""
+    assert plan.slab is not None, plan
+    demands = [page_demand(group, limits) for group in plan.groups]
+    num_slabs = slabs_of_one_sequence(dataclasses.replace(plan.slab, tail_pages=0), demands)
+    return plan.slab.null_bytes + num_slabs * plan.slab.slab_bytes
+
+
+_PLANNERS: dict[Planner, Callable[[PlanRequest], KVCachePlan]] = {
+    Planner.UNIFORM: plan_uniform,
+    Planner.SLAB: _plan_slab,
+    Planner.UNIFIED: plan_unified,
+}
