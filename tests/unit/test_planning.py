@@ -180,6 +180,12 @@ def test_packing_takes_equal_repeats_where_an_even_bucket_mixes_page_sizes() -> 
     assert groups_of(plan) == [(0, 1, 2, 3), (4, 6), (5, 7)]
 
 
+def test_packing_takes_fewer_larger_groups_where_padding_is_equal() -> None:
+    wide = attention(heads=4)
+    plan = plan_uniform(request(*[FULL, wide] * 2, *[SLIDING] * 3, layout="BLHNC"))
+    assert groups_of(plan) == [(0, 1, 2, 3), (4, 5, 6)]
+
+
 def test_heads_outermost_in_a_block_lie_one_slice_apart_per_layer() -> None:
     (region,) = plan_uniform(request(FULL, FULL, layout="BHLNC")).regions
     assert region.layer_stride == FULL.page_size_bytes // 2
