@@ -1,0 +1,100 @@
+"""Typed reading of a Hugging Face config.json: names by which families call the same thing, one-line refusals.
+
+Knows JSON, nothing of caches. Never guesses: a value that no caller named a default for must be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from blockferry.engine.errors import ConfigError
+
+_TEXT_SECTIONS = ("text_config", "language_config", "llm_config", "thinker_config")
+
+
+class ModelConfig:
+    """The language model's part of a config.json, read key by key. Raises ConfigError for what is missing or wrong."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        """`values` is the whole document; models that also see or hear keep their language model in a section of it."""
+        if not isinstance(values, Mapping):
+            raise ConfigError("config.json", f"holds a {type(values).__name__}, not an object of keys and values")
+        inner = next((values[name] for name in _TEXT_SECTIONS if isinstance(values.get(name), Mapping)), None)
+        if inner is None:
+            self._values = dict(values)
+            return
+        # thinker_config has a text_config of its own; what the section leaves out, the document may say
+        outer = {key: value for key, value in values.items() if not isinstance(value, Mapping)}
+        self._values = outer | ModelConfig(inner)._values
+
+    @property
+    def model_type(self) -> str:
+        """Family name, such as gemma3_text."""
+        return self.text("model_type", "")
+
+    def text(self, name: str, default: str) -> str:
+        """A string."""
+        value = self._values.get(name)
+        return default if value is None else str(value)
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        """A boolean."""
+        value = self._values.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise ConfigError("config.json", f"{name} is {value!r}; it must be true or false")
+        return value
+
+    def integer(self, *names: str, default: int | None = None) -> int:
+        """The first of these that has a value: a whole number above 0."""
+        value = self.find_integer(*names)
+        if value is not None:
+            return value
+        if default is None:
+            raise ConfigError("config.json", f"{' or '.join(names)} is missing; without it no cache can be planned")
+        return default
+
+    def find_integer(self, *names: str) -> int | None:
+        """The same, or None where none of them has a value."""
+        for name in names:
+            value = self._values.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError("config.json", f"{name} is {value!r}; it must be a whole number of at least 1")
+            return value
+        return None
+
+    def count(self, *names: str, default: int = 0) -> int:
+        """A whole number, 0 included."""
+        for name in names:
+            value = self._values.get(name)
+            if value is not None and not isinstance(value, bool) and isinstance(value, int) and value >= 0:
+                return value
+        return default
+
+    def texts(self, *names: str) -> list[str] | None:
+        """The first of these that is a list with something in it, as strings."""
+        found = self._list(*names)
+        return None if found is None else [str(entry) for entry in found]
+
+    def integers(self, *names: str) -> list[int] | None:
+        """The same, as whole numbers."""
+        found = self._list(*names)
+        if found is None:
+            return None
+        if any(isinstance(entry, bool) or not isinstance(entry, int) for entry in found):
+            raise ConfigError("config.json", f"{names[0]} is {found!r}; it must be a list of whole numbers")
+        return found
+
+    def _list(self, *names: str) -> list[Any] | None:
+        for name in names:
+            value = self._values.get(name)
+            if value is None or value == []:
+                continue
+            if not isinstance(value, list):
+                raise ConfigError("config.json", f"{name} is {value!r}; it must be a list")
+            return value
+        return None
