@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
@@ -163,6 +163,11 @@ def print_status(deployments: Sequence[Mapping[str, Any]]) -> None:
                 ),
             )
         console.print(table)
+
+
+def show(renderable: RenderableType) -> None:
+    """A table or styled text on stdout."""
+    _wide_console().print(renderable, highlight=False)
 
 
 def _wide_console() -> Console:

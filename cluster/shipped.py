@@ -1,4 +1,4 @@
-"""Deployment files that come with the package, found by their bare name wherever the package is installed."""
+"""Deployment files and model configs that come with the package, found by bare name wherever it is installed."""
 
 from __future__ import annotations
 
@@ -17,3 +17,9 @@ def find_config(file: Path) -> Path:
     if file.exists() or file.parent != Path():
         return file
     return shipped_configs().get(file.name, file)
+
+
+def shipped_models() -> dict[str, Path]:
+    """Names and places of the shipped model configs: a config.json each, no weights."""
+    folder = importlib.resources.files("blockferry.configs") / "models"
+    return {Path(entry.name).stem: Path(str(entry)) for entry in folder.iterdir() if entry.name.endswith(".json")}

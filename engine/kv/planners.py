@@ -8,14 +8,15 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from blockferry.engine.errors import ConfigError, PoolTooSmall
 from blockferry.engine.kv.plan import KVCachePlan, Planner, PlanRequest
-from blockferry.engine.kv.planning import plan_unified, plan_uniform
-from blockferry.engine.kv.reach import SequenceLimits
+from blockferry.engine.kv.planning import RankShare, plan_ranks, plan_unified, plan_uniform
+from blockferry.engine.kv.reach import KVContent, NoReach, SequenceLimits
 from blockferry.engine.kv.slab_geometry import slabs_of_one_sequence
 from blockferry.engine.kv.slab_planner import page_demand, plan_slab
+from blockferry.engine.kv.spec import AttentionSpec
 
 NEAR_TIE = 0.99  # capacities that differ by less are alike: the plan of fewer groups is then the faster one
 GIB = 1 << 30
@@ -35,14 +36,33 @@ def plan_with(planner: Planner, request: PlanRequest) -> KVCachePlan:
     return _PLANNERS[planner](request)
 
 
+def plan_stages(planner: Planner, request: PlanRequest, stages: Sequence[frozenset[int]]) -> KVCachePlan:
+    """The plan of the pipeline stage that holds least; each stage has request.memory_bytes. Raises as plan_with."""
+    if len(stages) == 1:
+        return plan_with(planner, request)
+    if planner is Planner.SLAB:
+        plans = [_plan_slab(_only(request, layer_ids)) for layer_ids in stages]
+        return min(plans, key=lambda plan: plan.capacity_tokens)
+    ranks = [RankShare(layer_ids=layer_ids, memory_bytes=request.memory_bytes) for layer_ids in stages]
+    return max(plan_ranks(request, ranks, planner=planner), key=lambda plan: plan.bytes_per_block)
+
+
 def best_plan(request: PlanRequest) -> KVCachePlan:
     """The uniform or the slab plan, whichever holds more tokens; of about as many, that of fewer groups.
 
     Raises what the uniform planner does where neither can plan.
     """
-    attempts = [attempt(planner, request) for planner in (Planner.UNIFORM, Planner.SLAB)]
+    return best_of([attempt(planner, request) for planner in (Planner.UNIFORM, Planner.SLAB)])
+
+
+def best_of(attempts: Sequence[Attempt]) -> KVCachePlan:
+    """The plan that holds most tokens; of those that hold about as many, that of fewest groups, then the first.
+
+    Raises the first attempt's error where there is no plan.
+    """
     plans = [one.plan for one in attempts if one.plan is not None]
     if not plans:
+        assert attempts, "nothing was attempted"
         assert attempts[0].error is not None, attempts
         raise attempts[0].error
     most_tokens = max(plan.capacity_tokens for plan in plans)
@@ -55,10 +75,11 @@ def plan_all(request: PlanRequest) -> tuple[Attempt, ...]:
     return tuple(attempt(planner, request) for planner in Planner)
 
 
-def attempt(planner: Planner, request: PlanRequest) -> Attempt:
-    """plan_with, with a refusal as a value."""
+def attempt(planner: Planner, request: PlanRequest, stages: Sequence[frozenset[int]] = ()) -> Attempt:
+    """plan_with, or plan_stages where there are stages, with a refusal as a value."""
     try:
-        return Attempt(planner=planner, plan=plan_with(planner, request))
+        plan = plan_stages(planner, request, stages) if stages else plan_with(planner, request)
+        return Attempt(planner=planner, plan=plan)
     except ConfigError as error:
         return Attempt(planner=planner, error=error)
 
@@ -80,6 +101,13 @@ def _plan_slab(request: PlanRequest) -> KVCachePlan:
         f"{math.ceil(needed_bytes / GIB * 100) / 100:.2f} GiB or more{remedy}",
         needed_bytes=needed_bytes,
     )
+
+
+def _only(request: PlanRequest, layer_ids: frozenset[int]) -> PlanRequest:
+    """The request with no cache for the layers of other stages, which keep their numbers."""
+    absent = AttentionSpec(block_size=1, content=KVContent(num_kv_heads=1, head_dim=1, dtype_bytes=1), reach=NoReach())
+    layers = tuple(spec if i in layer_ids else absent for i, spec in enumerate(request.layers))
+    return dataclasses.replace(request, layers=layers)
 
 
 def _can_run(plan: KVCachePlan, limits: SequenceLimits) -> bool:

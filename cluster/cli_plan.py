@@ -1,0 +1,116 @@
+"""`blockferry plan`: a model's KV cache on paper. Options become a question; answers become text, JSON or a picture."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from blockferry.cluster import cli_output
+from blockferry.cluster.plan_model import PlanQuestion, plan_model, read_model_config
+from blockferry.cluster.plan_report import (
+    PlannedModel,
+    comparison_table,
+    document_of,
+    group_table,
+    page_bars,
+    summary_lines,
+)
+from blockferry.cluster.yaml_reader import parse_size
+from blockferry.engine.errors import ConfigError
+from blockferry.engine.kv.model_layers import CacheDType, LayerOptions
+from blockferry.engine.kv.plan import KVCachePlan, Planner
+from blockferry.engine.kv.planners import best_of
+
+
+def plan_command(  # noqa: PLR0913, PLR0917 - one parameter per option
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A config.json, its folder, or a shipped name.")],
+    memory: Annotated[str, typer.Option(help="KV cache memory of one rank, such as 80GiB.")],
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages; the plan is of the one that holds least.")] = 1,
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per block. Default: 16; of a uniform plan, what states need.")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=1, help="Longest sequence. Default: the model's, halved until one fits.")
+    ] = None,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in flight at once.")] = 8192,
+    kv_dtype: Annotated[CacheDType, typer.Option(help="Data type of keys and values.")] = CacheDType.AUTO,
+    speculative_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens drafted per step; takes the model's own draft layers along.")
+    ] = 0,
+    layout: Annotated[str, typer.Option(help="Axes of the pool: BLHNC, BHLNC, LBHNC or LBNHC.")] = "BLHNC",
+    planner: Annotated[Planner | None, typer.Option(help="Default: uniform or slab, whichever holds more.")] = None,
+    is_comparison: Annotated[bool, typer.Option("--compare", help="Show all planners side by side.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw who gets which bytes.")] = None,
+) -> None:
+    """Show how a model's KV cache would be laid out: groups, pages, waste, and what fits."""
+    logging.getLogger("blockferry.engine.kv").setLevel(logging.ERROR)  # what a plan costs is in its report
+    question = PlanQuestion(
+        memory_bytes=_memory_bytes(memory),
+        layers=LayerOptions(cache_dtype=kv_dtype, tp_size=tp, num_speculative_tokens=speculative_tokens),
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_in_flight_tokens=max_num_batched_tokens,
+        layout=layout,
+        pp_size=pp,
+    )
+    planners = (Planner.UNIFORM, Planner.SLAB) if planner is None else (planner,)
+    plans = plan_model(read_model_config(model), question, tuple(Planner) if is_comparison else planners)
+    chosen = best_of([one.attempt for one in plans if one.attempt.planner in planners])
+    shown = plans if is_comparison else [one for one in plans if one.attempt.plan is chosen]
+    if plot is not None:
+        from blockferry.cluster.plan_picture import draw_plans
+
+        draw_plans([one for one in shown if one.attempt.plan is not None], plot)
+    if as_json:
+        cli_output.print_json(_document(plans, chosen) if is_comparison else document_of(shown[0]))
+        return
+    _print_plans(shown, chosen, question)
+
+
+def _document(plans: tuple[PlannedModel, ...], chosen: KVCachePlan) -> dict[str, Any]:
+    best = next(one for one in plans if one.attempt.plan is chosen)
+    return {"model": best.model.name, "best": best.name, "plans": [document_of(one) for one in plans]}
+
+
+def _print_plans(
+    shown: list[PlannedModel] | tuple[PlannedModel, ...], chosen: KVCachePlan, question: PlanQuestion
+) -> None:
+    first = shown[0]
+    length = first.request.limits.max_model_len
+    cli_output.print_line(
+        f"{first.model.name}: {cli_output.size_words(question.memory_bytes)} of KV cache on each rank, "
+        f"sequences of up to {length:,} tokens"
+    )
+    if question.max_model_len is None and length != first.model.max_position:
+        cli_output.print_line(f"(the model allows {first.model.max_position:,} tokens, which do not fit)")
+    if question.pp_size > 1:
+        cli_output.print_line(f"(of {question.pp_size} pipeline stages, the one that holds least)")
+    if len(shown) > 1:
+        cli_output.print_line("")
+        cli_output.show(comparison_table(shown, chosen))
+    for planned in shown:
+        cli_output.print_line("")
+        if planned.attempt.plan is None:
+            cli_output.print_line(f"{planned.name}: not possible: {planned.attempt.error}")
+            continue
+        cli_output.print_line(f"{planned.name}{' (best)' if planned.attempt.plan is chosen and len(shown) > 1 else ''}")
+        if planned.plan.groups:
+            cli_output.show(group_table(planned))
+        for line in summary_lines(planned):
+            cli_output.print_line(line)
+        for bar in page_bars(planned):
+            cli_output.show(bar)
+
+
+def _memory_bytes(memory: str) -> int:
+    num_bytes = parse_size("--memory", int(memory) if memory.isdigit() else memory)
+    if num_bytes <= 0:
+        raise ConfigError("--memory", f"{memory} leaves no memory; write a positive size such as 80GiB")
+    return num_bytes

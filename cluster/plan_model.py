@@ -1,0 +1,129 @@
+"""What `blockferry plan` asks the planners for a model, and the config that it reads for it.
+
+Turns a config and options into requests, one per planner; owns no output.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from blockferry.cluster.checkpoint import find_model
+from blockferry.cluster.fetch import KNOWN_MODELS
+from blockferry.cluster.plan_report import PlannedModel
+from blockferry.cluster.shipped import shipped_models
+from blockferry.engine.errors import ConfigError, PoolTooSmall
+from blockferry.engine.kv.model_layers import LayerOptions, ModelLayers, layers_of, uniform_block_size
+from blockferry.engine.kv.plan import Planner, PlanRequest
+from blockferry.engine.kv.planners import attempt
+from blockferry.engine.kv.reach import SequenceLimits
+from blockferry.engine.models.config import read_json
+from blockferry.engine.models.sharding import split_layers
+
+DEFAULT_BLOCK_SIZE = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlanQuestion:
+    """How a model is to be served, and with how much memory."""
+
+    memory_bytes: int  # per rank
+    layers: LayerOptions
+    block_size: int | None = None  # None: 16; for a uniform plan of a model with states, as large as those need
+    max_model_len: int | None = None  # None: the model's, halved until a sequence fits
+    max_in_flight_tokens: int = 8192
+    layout: str = "BLHNC"
+    pp_size: int = 1
+
+
+def read_model_config(name: str) -> Mapping[str, Any]:
+    """The config.json of a file, a folder, a shipped name or a cached model. Raises ConfigError, ModelLoadError."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return read_json(path)
+    shipped = shipped_models()
+    if path.is_dir() or name in KNOWN_MODELS or (name.count("/") == 1 and name not in shipped):
+        return read_json(find_model("model", name, base=Path()) / "config.json")
+    shipped_name = name.removesuffix(".json")
+    if shipped_name in shipped:
+        return read_json(shipped[shipped_name])
+    known = [*shipped, *KNOWN_MODELS]
+    hint = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.4)
+    guess = f"; did you mean {hint[0]!r}?" if hint else ""
+    raise ConfigError("model", f"{name!r} is no file, folder or known model ({', '.join(known)}){guess}")
+
+
+def plan_model(
+    config: Mapping[str, Any], question: PlanQuestion, planners: Sequence[Planner]
+) -> tuple[PlannedModel, ...]:
+    """What each planner makes of a model, all of them for sequences of the same length. Raises ConfigError."""
+    length = question.max_model_len or _longest_position(config, question)
+    plans = _plan_length(config, question, planners, length)
+    while question.max_model_len is None and length > 1 and any(map(_is_too_small, plans)):
+        length //= 2
+        plans = _plan_length(config, question, planners, length)
+    return plans
+
+
+def _plan_length(
+    config: Mapping[str, Any], question: PlanQuestion, planners: Sequence[Planner], length: int
+) -> tuple[PlannedModel, ...]:
+    return tuple(_plan_with(planner, config, question, length) for planner in planners)
+
+
+def _plan_with(planner: Planner, config: Mapping[str, Any], question: PlanQuestion, length: int) -> PlannedModel:
+    model = layers_of(config, _layer_options(planner, config, question))
+    request = PlanRequest(
+        layers=model.layers,
+        limits=SequenceLimits(
+            max_model_len=length,
+            max_in_flight_tokens=question.max_in_flight_tokens,
+            max_num_encoder_tokens=model.num_encoder_tokens,
+        ),
+        memory_bytes=question.memory_bytes,
+        layout=question.layout,
+        draft_layer_ids=model.draft_layer_ids,
+    )
+    stages = _stages(model, question.pp_size)
+    return PlannedModel(model=model, request=request, attempt=attempt(planner, request, stages))
+
+
+def _layer_options(planner: Planner, config: Mapping[str, Any], question: PlanQuestion) -> LayerOptions:
+    if question.block_size is not None:
+        return dataclasses.replace(question.layers, block_size=question.block_size)
+    options = dataclasses.replace(question.layers, block_size=DEFAULT_BLOCK_SIZE)
+    if planner is Planner.SLAB:
+        return options
+    block_size = uniform_block_size(layers_of(config, options).layers, DEFAULT_BLOCK_SIZE)
+    return dataclasses.replace(options, block_size=block_size)
+
+
+def _stages(model: ModelLayers, pp_size: int) -> list[frozenset[int]]:
+    """Indices of the layers of each pipeline stage; drafts are computed by the last one."""
+    if pp_size == 1:
+        return []
+    own = {number for i, number in enumerate(model.layer_numbers) if i not in model.draft_layer_ids}
+    num_layers = max(own, default=-1) + 1
+    stages = []
+    for pp_rank in range(pp_size):
+        try:
+            span = split_layers(num_layers, pp_rank, pp_size)
+        except ValueError as error:
+            raise ConfigError("pp", str(error)) from None
+        stop = span.stop if pp_rank < pp_size - 1 else max(model.layer_numbers) + 1
+        stages.append(frozenset(i for i, number in enumerate(model.layer_numbers) if span.start <= number < stop))
+    return stages
+
+
+def _longest_position(config: Mapping[str, Any], question: PlanQuestion) -> int:
+    longest = layers_of(config, question.layers).max_position
+    if longest is None:
+        raise ConfigError("max-model-len", "the config names no longest sequence; give --max-model-len")
+    return longest
+
+
+def _is_too_small(planned: PlannedModel) -> bool:
+    return isinstance(planned.attempt.error, PoolTooSmall)
