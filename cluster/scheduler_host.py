@@ -12,6 +12,7 @@ from blockferry.cluster.scheduler_loop import LoopTiming, Member, SchedulerLoop
 from blockferry.connectors.base import TransferMode
 from blockferry.connectors.pd_scheduler import PdScheduler
 from blockferry.engine.config import CacheConfig, ConnectorConfig, Role, SchedulerConfig
+from blockferry.engine.kv.assembly import LedgerOptions
 from blockferry.engine.kv.manager import KVCacheManager
 from blockferry.engine.kv.reach import KVContent
 from blockferry.engine.kv.spec import AttentionSpec, KVCacheConfig, KVCacheGroup
@@ -101,8 +102,7 @@ def _instance(settings: InstanceSettings, max_model_len: int) -> Instance:
     kv = KVCacheManager(
         settings.kv,
         rows,
-        enable_caching=settings.cache.enable_prefix_caching,
-        watermark=settings.cache.watermark,
+        options=LedgerOptions(enable_caching=settings.cache.enable_prefix_caching, watermark=settings.cache.watermark),
     )
     return Instance(
         settings.instance_id,

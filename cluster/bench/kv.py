@@ -23,6 +23,7 @@ import numpy as np
 
 from blockferry.cluster.bench import scheduler_step
 from blockferry.cluster.bench.report import Report, Result
+from blockferry.engine.kv.assembly import LedgerOptions
 from blockferry.engine.kv.manager import AllocateOptions, KVCacheManager
 from blockferry.engine.kv.reach import KVContent
 from blockferry.engine.kv.spec import AttentionSpec, KVCacheConfig, KVCacheGroup
@@ -77,7 +78,7 @@ class _Ledger:
         spec = AttentionSpec(block_size=BLOCK_SIZE, content=KVContent(num_kv_heads=8, head_dim=128, dtype_bytes=2))
         group = KVCacheGroup(layer_ids=(0,), spec=spec)
         config = KVCacheConfig(num_blocks=num_blocks, groups=(group,), hash_block_size=BLOCK_SIZE)
-        self.kv = KVCacheManager(config, self.rows, watermark=0.0)
+        self.kv = KVCacheManager(config, self.rows, options=LedgerOptions(watermark=0.0))
 
     def admit(self, row: int, token_ids: Int32Array) -> None:
         """Look a prompt up, allocate and cache it whole."""

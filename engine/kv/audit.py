@@ -1,35 +1,124 @@
-"""The audit: proves from the data alone that the ledger's books agree with each other.
+"""The audit: proves from the data alone that the ledger's books agree with each other, and says who holds what.
 
 Owns nothing, changes nothing. Runs in tests after every step, on idle in production and on demand.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
 from blockferry.engine.errors import LedgerCorrupted
 from blockferry.engine.kv.block_pool import NULL_BLOCK_ID, BlockPool
-from blockferry.engine.kv.coordinator import TypeManager
+from blockferry.engine.kv.coordinator import Coordinator
+from blockferry.engine.kv.ledger_log import LedgerLog
+from blockferry.engine.kv.prefix_index import NO_ENTRY, PrefixIndex
+from blockferry.engine.kv.type_manager import TypeManager
 from blockferry.engine.request import BoolArray, Int32Array
 
 
-def check_ledger(pool: BlockPool, managers: Sequence[TypeManager], popped: Int32Array) -> None:
-    """Check blocks, owners, free queue and prefix cache against each other.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BlockOwner:
+    """One table entry that holds a block."""
 
-    popped [num_blocks] counts owners that are no longer rows. Raises LedgerCorrupted. Cost: O(pool + tables).
+    group: int
+    row: int
+    column: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BlockReport:
+    """Who holds a block and why."""
+
+    block_id: int
+    is_free: bool
+    ref_cnt: int
+    owners: tuple[BlockOwner, ...]
+    num_popped: int  # owners whose row has ended and whose blocks are still to be released
+    num_copies: int  # copies that are to be made from or to it
+    hashes: tuple[bytes, ...]  # that it can be found under
+    hash_group: int | None
+
+    def __str__(self) -> str:
+        """One line for a person."""
+        if self.block_id == NULL_BLOCK_ID:
+            return "block 0 is the null block"
+        why = [f"row {owner.row} (group {owner.group}, column {owner.column})" for owner in self.owners]
+        why += [f"{self.num_popped} ended rows to be released"] if self.num_popped else []
+        why += [f"{self.num_copies} copies to be made"] if self.num_copies else []
+        held = "free" if self.is_free else "held by " + (", ".join(why) or "nobody (lost)")
+        found = f", found under {len(self.hashes)} hashes of group {self.hash_group}" if self.hashes else ""
+        return f"block {self.block_id} is {held}{found}"
+
+
+def report_block(
+    block_id: int, group: int, coordinator: Coordinator, popped: Sequence[Int32Array], log: LedgerLog
+) -> BlockReport:
+    """What the books say of a block of a group's pool. Raises ValueError for a block that there is not. O(tables)."""
+    number = coordinator.pools.pool_of(group)
+    pool = coordinator.pools.pools[number]
+    if not 0 <= block_id < pool.num_blocks:
+        raise ValueError(f"block {block_id} is not in the pool; its blocks are 0 to {pool.num_blocks - 1}")
+    owners = []
+    for manager in _managers_of(coordinator, number):
+        rows, columns = (_entries(manager) == block_id).nonzero()
+        owners += [
+            BlockOwner(group=manager.group, row=row, column=column)
+            for row, column in zip(rows.tolist(), columns.tolist(), strict=True)
+            if block_id != NULL_BLOCK_ID
+        ]
+    entries = [int(pool.entry[block_id]), *pool.further.get(block_id, ())] if pool.entry[block_id] else []
+    copies = [copy for copy in log.copies if coordinator.pools.pool_of(copy.group) == number]
+    return BlockReport(
+        block_id=block_id,
+        is_free=bool(pool.queue.is_free(np.array([block_id], np.int32))[0]),
+        ref_cnt=int(pool.ref_cnt[block_id]),
+        owners=tuple(owners),
+        num_popped=int(popped[number][block_id]),
+        num_copies=sum((copy.source == block_id) + (copy.target == block_id) for copy in copies),
+        hashes=tuple(pool.index.digest(entry) for entry in entries),
+        hash_group=int(pool.hash_group[block_id]) if entries else None,
+    )
+
+
+def check_ledger(coordinator: Coordinator, index: PrefixIndex, popped: Sequence[Int32Array], log: LedgerLog) -> None:
+    """Check blocks, owners, free queues and prefix cache against each other.
+
+    popped[p] counts owners of pool p's blocks that are no longer rows. Raises LedgerCorrupted. Cost: O(pool + tables).
     """
-    owners = popped.astype(np.int64)
-    for manager in managers:
-        columns = np.arange(manager.table.block_ids.shape[1])
-        entries = manager.table.block_ids[columns < manager.table.num_blocks[:, None]]
-        owners += np.bincount(entries, minlength=pool.num_blocks)
-        ahead = manager.num_cached > manager.table.num_blocks
-        _require_none(ahead, f"rows of group {manager.group} count more cached blocks than they hold")
-    owners[NULL_BLOCK_ID] = 0
-    _check_owners(pool, owners)
-    _check_prefix_cache(pool)
+    num_hashes = 0
+    for number, pool in enumerate(coordinator.pools.pools):
+        owners = popped[number].astype(np.int64)
+        for manager in _managers_of(coordinator, number):
+            owners += np.bincount(_entries(manager).ravel(), minlength=pool.num_blocks)
+            ahead = manager.num_cached > manager.table.num_blocks
+            _require_none(ahead, f"rows of group {manager.group} count more cached blocks than they hold")
+        for copy in log.copies:
+            if coordinator.pools.pool_of(copy.group) == number:
+                owners[[copy.source, copy.target]] += 1
+        owners[NULL_BLOCK_ID] = 0
+        _check_owners(pool, owners)
+        num_hashes += _check_hashes(pool, index)
+    if index.num_carriers() != num_hashes:
+        raise LedgerCorrupted(f"{index.num_carriers()} blocks can be found, but blocks carry {num_hashes} hashes")
+    if index.num_keys != np.count_nonzero(index.blocks):
+        raise LedgerCorrupted(f"the index counts {index.num_keys} keys but holds {np.count_nonzero(index.blocks)}")
+    index.check()
+    coordinator.pools.check()
+
+
+def _entries(manager: TypeManager) -> Int32Array:
+    """The group's table with undefined entries null, shape [rows, columns]."""
+    table = manager.table
+    columns = np.arange(table.block_ids.shape[1])
+    entries: Int32Array = np.where(columns < table.num_blocks[:, None], table.block_ids, NULL_BLOCK_ID)
+    return entries
+
+
+def _managers_of(coordinator: Coordinator, number: int) -> list[TypeManager]:
+    return [manager for manager in coordinator.managers if coordinator.pools.pool_of(manager.group) == number]
 
 
 def _check_owners(pool: BlockPool, owners: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
@@ -44,25 +133,26 @@ def _check_owners(pool: BlockPool, owners: np.ndarray[tuple[int], np.dtype[np.in
     held = owners > 0
     is_free = times_free > 0
     _require_none(held & is_free, "blocks are both free and held")
-    lost = ~(held | is_free)
+    lost = ~(held | is_free) & pool.in_use
     lost[NULL_BLOCK_ID] = False
     _require_none(lost, "blocks are neither free nor held")
 
 
-def _check_prefix_cache(pool: BlockPool) -> None:
-    hashed = np.flatnonzero(pool.hash_group >= 0)
-    for block_id, group in zip(hashed.tolist(), pool.hash_group[hashed].tolist()):
-        digest = pool.digests[block_id]
-        if digest is None or not pool.prefix_maps[group].carries(digest, block_id):
+def _check_hashes(pool: BlockPool, index: PrefixIndex) -> int:
+    """Number of hashes that blocks carry, each found in the index."""
+    hashed = np.flatnonzero(pool.entry != NO_ENTRY)
+    groups = pool.hash_group[hashed]
+    found = index.blocks[pool.entry[hashed], groups] == hashed
+    for block_id, group in zip(hashed[~found].tolist(), groups[~found].tolist(), strict=True):
+        if not index.carries(group, int(pool.entry[block_id]), block_id):
             raise LedgerCorrupted(f"block {block_id} is marked as hashed in group {group} but cannot be found there")
-    num_carriers = sum(prefix_map.num_carriers() for prefix_map in pool.prefix_maps)
-    num_digests = sum(digest is not None for digest in pool.digests)
-    if not num_carriers == num_digests == len(hashed):
-        raise LedgerCorrupted(
-            f"{num_carriers} blocks can be found, {num_digests} carry a hash, {len(hashed)} are marked as hashed"
-        )
-    if pool.hash_group[NULL_BLOCK_ID] >= 0:
+    for block_id, entries in pool.further.items():
+        group = int(pool.hash_group[block_id])
+        if pool.entry[block_id] == NO_ENTRY or not all(index.carries(group, entry, block_id) for entry in entries):
+            raise LedgerCorrupted(f"block {block_id} has further hashes that do not find it")
+    if pool.entry[NULL_BLOCK_ID] != NO_ENTRY:
         raise LedgerCorrupted("the null block carries a hash")
+    return len(hashed) + sum(len(entries) for entries in pool.further.values())
 
 
 def _require_none(bad: BoolArray, what: str) -> None:

@@ -73,18 +73,20 @@ def hash_blocks(
     extra_keys: Sequence[ExtraKey] = (),
     parent: bytes = NONE_HASH,
     first_block: int = 0,
+    num_lookahead_tokens: int = 0,
 ) -> list[bytes]:
     """Digests of the full blocks of token_ids from block number first_block on.
 
-    token_ids holds the whole sequence, shape [num_tokens]; parent is the digest before first_block.
+    token_ids holds the whole sequence, shape [num_tokens]; parent is the digest before first_block. A digest covers
+    num_lookahead_tokens after its block too, so blocks without those have none yet.
     """
     start = first_block * block_size
-    stop = len(token_ids) // block_size * block_size
-    data = token_ids[start:stop].astype("<i4", copy=False).tobytes()
-    block_bytes = 4 * block_size
+    stop = max(0, len(token_ids) - num_lookahead_tokens) // block_size * block_size
+    data = token_ids[start : stop + num_lookahead_tokens].astype("<i4", copy=False).tobytes()
+    block_bytes, chunk_bytes = 4 * block_size, 4 * (block_size + num_lookahead_tokens)
     digests: list[bytes] = []
-    for offset in range(0, len(data), block_bytes):
-        chunk = data[offset : offset + block_bytes]
+    for offset in range(0, 4 * (stop - start), block_bytes):
+        chunk = data[offset : offset + chunk_bytes]
         if extra_keys:
             chunk += _encode_extra_keys(extra_keys, start + offset // 4, block_size)
         parent = hashlib.sha256(parent + chunk).digest()
@@ -103,11 +105,15 @@ class RequestHashes:
     A preempted or handed-over request keeps its object; its row on the ledger extends it in place.
     """
 
-    __slots__ = ("_plain_from", "block_size", "digests", "extra_keys")
+    __slots__ = ("_plain_from", "block_size", "digests", "extra_keys", "num_lookahead_tokens")
 
-    def __init__(self, block_size: int, extra_keys: tuple[ExtraKey, ...] = ()) -> None:
+    def __init__(
+        self, block_size: int, extra_keys: tuple[ExtraKey, ...] = (), *, num_lookahead_tokens: int = 0
+    ) -> None:
+        """num_lookahead_tokens: tokens after a block that its digest covers too."""
         self.block_size = block_size
         self.extra_keys = extra_keys
+        self.num_lookahead_tokens = num_lookahead_tokens
         self.digests: list[bytes] = []
         # first block, never block 0, from which on a digest is a function of parent and tokens alone
         self._plain_from = max([1, *(-(-key.stop // block_size) for key in extra_keys)])
@@ -115,12 +121,13 @@ class RequestHashes:
     @property
     def next_plain(self) -> int:
         """Digests there will be after append_plain; 0 while the next block is not one for it."""
-        return len(self.digests) + 1 if len(self.digests) >= self._plain_from else 0
+        is_plain = len(self.digests) >= self._plain_from and not self.num_lookahead_tokens
+        return len(self.digests) + 1 if is_plain else 0
 
     def extend(self, token_ids: Int32Array) -> None:
         """Hash the full blocks of token_ids, the whole sequence [num_tokens], that are not hashed yet."""
         first_block = len(self.digests)
-        if len(token_ids) // self.block_size <= first_block:
+        if (len(token_ids) - self.num_lookahead_tokens) // self.block_size <= first_block:
             return
         self.digests += hash_blocks(
             token_ids,
@@ -128,4 +135,5 @@ class RequestHashes:
             extra_keys=self.extra_keys,
             parent=self.digests[-1] if self.digests else NONE_HASH,
             first_block=first_block,
+            num_lookahead_tokens=self.num_lookahead_tokens,
         )

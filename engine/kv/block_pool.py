@@ -13,40 +13,39 @@ Owns all per-block state as arrays indexed by block id. Knows nothing of rows, t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import compress
-
 import numpy as np
 
-from blockferry.engine.kv.events import AllBlocksCleared, BlockRemoved, EventLog
+from blockferry.engine.kv.events import BlockRemoved, EventLog
 from blockferry.engine.kv.free_queue import FreeQueue
-from blockferry.engine.kv.prefix_map import PrefixMap
-from blockferry.engine.request import Int32Array
+from blockferry.engine.kv.prefix_index import NO_ENTRY, PrefixIndex
+from blockferry.engine.request import BoolArray, Int32Array
 
 NULL_BLOCK_ID = 0
 """Placeholder of table entries that hold nothing; never free, never counted, never hashed."""
 
-_NO_GROUP = -1
-_NULL_GROUP = -2  # the null block is in no group and may join none
-
 
 class BlockPool:
-    """The blocks of one instance. Mutated by its KVCacheManager, from one thread.
+    """Blocks of one size. Mutated by its KVCacheManager, from one thread.
 
-    num_blocks includes the null block. Two blocks may carry one hash; there is no deduplication.
+    num_blocks includes the null block. Two blocks may carry one hash; there is no deduplication. A block may carry
+    several hashes of its group: of its tokens, and of a head of them that ends inside the block.
     """
 
-    def __init__(self, num_blocks: int, *, num_groups: int = 1, events: EventLog | None = None) -> None:
+    def __init__(self, num_blocks: int, *, index: PrefixIndex, events: EventLog | None = None) -> None:
         self.num_blocks = num_blocks
         self.ref_cnt: Int32Array = np.zeros(num_blocks, np.int32)
-        # group whose hash the block carries; int16 as there are as many blocks as fit, but few groups
-        self.hash_group = np.full(num_blocks, _NO_GROUP, np.int16)
-        self.hash_group[NULL_BLOCK_ID] = _NULL_GROUP
-        self.digests: list[bytes | None] = [None] * num_blocks
+        self.entry: Int32Array = np.zeros(num_blocks, np.int32)  # in the index; NO_ENTRY without a hash
+        self.hash_group = np.zeros(num_blocks, np.int16)  # group of the hash, where there is one
+        self.further: dict[int, list[int]] = {}  # further entries of a block, in order
         self.queue = FreeQueue(num_blocks)
-        self.prefix_maps = tuple(PrefixMap() for _ in range(num_groups))
+        self.index = index
         self.num_evicted = 0  # hashed blocks reused for something else, ever
         self.events = events
+
+    @property
+    def in_use(self) -> BoolArray:
+        """Which block ids are part of the pool; shape [num_blocks]."""
+        return np.ones(self.num_blocks, np.bool_)
 
     @property
     def num_free(self) -> int:
@@ -54,70 +53,94 @@ class BlockPool:
         return self.queue.num_free
 
     def num_idle(self, block_ids: Int32Array) -> int:
-        """How many of these cached blocks have no owner and so count as free now."""
+        """How many of these cached or null blocks have no owner and so count as free now."""
         return int(np.count_nonzero(self.queue.is_free(block_ids)))
 
     def take(self, num_blocks: int) -> Int32Array:
         """Hand out blocks in LRU order with ref_cnt 1; hashes they still carried are dropped."""
         block_ids = self.queue.take(num_blocks)
         self.ref_cnt[block_ids] = 1
-        stale = block_ids[self.hash_group[block_ids] != _NO_GROUP]
+        stale = block_ids[self.entry[block_ids] != NO_ENTRY]
         if len(stale):
             self.num_evicted += len(stale)
             self.drop_hashes(stale)
         return block_ids
 
     def touch(self, block_ids: Int32Array) -> None:
-        """Add an owner to each cached block (no id twice); free ones leave the queue."""
+        """Add an owner to each block (no id twice); free ones leave the queue. Null entries are skipped."""
+        block_ids = block_ids[block_ids != NULL_BLOCK_ID]
         idle = block_ids[self.ref_cnt[block_ids] == 0]
         if len(idle):
             self.queue.remove(idle)
         self.ref_cnt[block_ids] += 1
 
     def free(self, block_ids: Int32Array) -> None:
-        """Drop an owner of each block (no id twice), in this order; null entries are skipped.
+        """Drop an owner of each block, in this order; null entries are skipped, an id may come more than once.
 
         Blocks without owners become free: those without a hash are reused first, hashed ones last.
         """
         block_ids = block_ids[block_ids != NULL_BLOCK_ID]
-        ref_cnt = self.ref_cnt[block_ids] - 1
+        np.subtract.at(self.ref_cnt, block_ids, 1)
+        ref_cnt = self.ref_cnt[block_ids]
         assert (ref_cnt >= 0).all(), block_ids[ref_cnt < 0]
-        self.ref_cnt[block_ids] = ref_cnt
         idle = block_ids[ref_cnt == 0]
-        has_hash = self.hash_group[idle] != _NO_GROUP
+        if len(idle) > 1:
+            idle = _without_repeats(idle)
+        has_hash = self.entry[idle] != NO_ENTRY
         self.queue.push_front(idle[~has_hash])
         self.queue.push_back(idle[has_hash])
 
-    def cache(self, group: int, block_ids: Int32Array, digests: Sequence[bytes]) -> None:
-        """Let these held blocks be found under their digests. Null entries are skipped."""
-        can_cache = self.hash_group[block_ids] == _NO_GROUP
-        if not can_cache.all():
-            assert (block_ids[~can_cache] == NULL_BLOCK_ID).all(), block_ids[~can_cache]
-            digests, block_ids = list(compress(digests, can_cache)), block_ids[can_cache]
+    def cache(self, group: int, block_ids: Int32Array, entries: Int32Array) -> None:
+        """Let these held blocks be found under these entries, and still under those of their heads."""
+        for block_id in block_ids[self.entry[block_ids] != NO_ENTRY].tolist():
+            self.further.setdefault(block_id, []).insert(0, int(self.entry[block_id]))
         self.hash_group[block_ids] = group
-        ids = block_ids.tolist()
-        self.prefix_maps[group].add(digests, ids)
-        for block_id, digest in zip(ids, digests):
-            self.digests[block_id] = digest
+        self.entry[block_ids] = entries
+        self.index.add(group, entries, block_ids)
+
+    def cache_also(self, group: int, block_id: int, entry: int) -> None:
+        """Let a held block be found under one more entry."""
+        if self.index.carries(group, entry, block_id):
+            return
+        if self.entry[block_id] == NO_ENTRY:
+            self.entry[block_id] = entry
+            self.hash_group[block_id] = group
+        else:
+            self.further.setdefault(block_id, []).append(entry)
+        self.index.add(group, np.array([entry], np.int32), np.array([block_id], np.int32))
+
+    def move_hashes(self, source: int, target: int) -> None:
+        """Let target, a held block without hash, be found in place of source, which keeps its owners."""
+        group = int(self.hash_group[source])
+        entries = self._entries_of(source)
+        self.further.pop(source, None)
+        self.entry[source] = NO_ENTRY
+        # added before it is removed, so that no entry is ever without carrier
+        for entry in entries:
+            self.cache_also(group, target, entry)
+            self.index.remove(group, entry, source)
 
     def drop_hashes(self, block_ids: Int32Array) -> None:
         """Make blocks unfindable, in this order; the blocks themselves stay where they are."""
-        hashed = block_ids[self.hash_group[block_ids] >= 0]
+        hashed = block_ids[self.entry[block_ids] != NO_ENTRY]
         for block_id, group in zip(hashed.tolist(), self.hash_group[hashed].tolist()):
-            digest = self.digests[block_id]
-            assert digest is not None, block_id
-            self.digests[block_id] = None
-            self.prefix_maps[group].remove(digest, block_id)
-            if self.events is not None:
-                self.events.add(BlockRemoved(group=group, block_hashes=(digest,)))
-        self.hash_group[hashed] = _NO_GROUP
+            for entry in self._entries_of(block_id):
+                digest = self.index.digest(entry)
+                self.index.remove(group, entry, block_id)
+                if self.events is not None:
+                    self.events.add(BlockRemoved(group=group, block_hashes=(digest,)))
+            self.further.pop(block_id, None)
+        self.entry[hashed] = NO_ENTRY
 
-    def clear_hashes(self) -> None:
-        """Empty the prefix cache; the order of reuse stays."""
-        for prefix_map in self.prefix_maps:
-            prefix_map.clear()
-        self.hash_group[:] = _NO_GROUP
-        self.hash_group[NULL_BLOCK_ID] = _NULL_GROUP
-        self.digests = [None] * self.num_blocks
-        if self.events is not None:
-            self.events.add(AllBlocksCleared())
+    def forget_hashes(self) -> None:
+        """Empty the prefix cache, as the index was emptied; the order of reuse stays."""
+        self.entry[:] = NO_ENTRY
+        self.further.clear()
+
+    def _entries_of(self, block_id: int) -> list[int]:
+        return [int(self.entry[block_id]), *self.further.get(block_id, ())]
+
+
+def _without_repeats(block_ids: Int32Array) -> Int32Array:
+    _, first = np.unique(block_ids, return_index=True)
+    return block_ids if len(first) == len(block_ids) else block_ids[np.sort(first)]

@@ -12,7 +12,7 @@ import dataclasses
 import numpy as np
 
 from blockferry.engine.config import Role, SchedulerConfig
-from blockferry.engine.kv.coordinator import PrefixHit
+from blockferry.engine.kv.hit_search import PrefixHit
 from blockferry.engine.kv.manager import AllocateOptions, KVCacheManager
 from blockferry.engine.request import Int32Array
 from blockferry.engine.rows import RowTable

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 from support.kv_model import NaiveLedger
 
+from blockferry.engine.kv.assembly import LedgerOptions
 from blockferry.engine.kv.block_table import BlockTable
 from blockferry.engine.kv.manager import AllocateOptions, KVCacheManager
 from blockferry.engine.kv.reach import KVContent
@@ -67,8 +68,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 hash_block_size=BLOCK_SIZE,
             ),
             self.rows,
-            watermark=watermark,
-            num_lookahead_tokens=num_lookahead,
+            options=LedgerOptions(watermark=watermark, num_lookahead_tokens=num_lookahead),
         )
         self.model = NaiveLedger(
             num_blocks=num_blocks,
@@ -242,14 +242,14 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(target=popped, data=st.data())
     def pop(self, data: st.DataObject) -> list[int]:
         row = data.draw(st.sampled_from(sorted(self.sequences)))
-        blocks = self.kv.pop_blocks_for_free(row).tolist()
+        blocks = self.kv.pop_blocks_for_free(row)[0].tolist()
         assert blocks == self.model.pop(row)
         self.forget(row)
         return blocks
 
     @rule(blocks=consumes(popped))
     def release(self, blocks: list[int]) -> None:
-        self.kv.release(ints(blocks))
+        self.kv.release((ints(blocks),))
         self.model.release(blocks)
 
     @rule(data=st.data())
@@ -271,7 +271,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def books_agree(self) -> None:
         self.kv.check_integrity()
-        assert self.kv._pool.queue.order().tolist() == self.model.free_list
+        assert self.kv._pools.pools[0].queue.order().tolist() == self.model.free_list
         assert self.kv.num_free_blocks == len(self.model.free_list)
         assert self.kv.stats().num_keys == len(self.model.carriers)
         deltas = self.kv.take_deltas()

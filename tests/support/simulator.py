@@ -13,6 +13,7 @@ import numpy as np
 from blockferry.connectors.base import TransferCommand, TransferEvent, TransferMode, TransferState
 from blockferry.connectors.pd_scheduler import PdScheduler
 from blockferry.engine.config import Role, SchedulerConfig
+from blockferry.engine.kv.assembly import LedgerOptions
 from blockferry.engine.kv.block_table import BlockTable
 from blockferry.engine.kv.manager import KVCacheManager
 from blockferry.engine.kv.reach import KVContent
@@ -405,7 +406,9 @@ def make_instance(shape: Shape, max_model_len: int) -> Instance:
         groups=(KVCacheGroup(layer_ids=(0,), spec=spec),),
         hash_block_size=shape.block_size,
     )
-    kv = KVCacheManager(config, rows, enable_caching=shape.enable_caching, watermark=shape.watermark)
+    kv = KVCacheManager(
+        config, rows, options=LedgerOptions(enable_caching=shape.enable_caching, watermark=shape.watermark)
+    )
     return Instance(
         shape.instance_id,
         shape.role,

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from blockferry.engine.kv.block_table import BlockTable, DeltaLog
+from blockferry.engine.kv.block_table import BlockTable
+from blockferry.engine.kv.ledger_log import LedgerLog
 from blockferry.engine.request import Int32Array
 from blockferry.engine.wire import NO_DELTAS
 
@@ -34,7 +35,7 @@ def test_cleared_row_holds_nothing() -> None:
 
 
 def test_taken_deltas_are_in_order_and_taken_once() -> None:
-    log = DeltaLog()
+    log = LedgerLog()
     log.add(0, ints(1, 1), ints(0, 1), ints(5, 6))
     log.add(1, ints(2), ints(0), ints(7))
     deltas = log.take()
@@ -46,17 +47,26 @@ def test_taken_deltas_are_in_order_and_taken_once() -> None:
 
 
 def test_freed_row_leaves_no_pending_deltas() -> None:
-    log = DeltaLog()
+    log = LedgerLog()
     log.add(0, ints(1, 2), ints(0, 0), ints(5, 6))
     log.forget(1)
     assert log.take().row.tolist() == [2]
 
 
 def test_deltas_rebuild_the_table_elsewhere() -> None:
-    log, here, there = DeltaLog(), BlockTable(max_rows=2, max_blocks=3), BlockTable(max_rows=2, max_blocks=3)
+    log, here, there = LedgerLog(), BlockTable(max_rows=2, max_blocks=3), BlockTable(max_rows=2, max_blocks=3)
     for rows, columns, block_ids in [(ints(0, 1), ints(0, 0), ints(4, 5)), (ints(1, 1), ints(1, 2), ints(6, 7))]:
         here.set(rows, columns, block_ids)
         log.add(0, rows, columns, block_ids)
     deltas = log.take()
     there.set(deltas.row, deltas.column, deltas.block_id)
     assert [there.row(row).tolist() for row in (0, 1)] == [here.row(row).tolist() for row in (0, 1)]
+
+
+def test_only_chosen_groups_have_blocks_to_clear() -> None:
+    log = LedgerLog(zeroed_groups=[1])
+    log.add_new(0, ints(3))
+    log.add_new(1, ints(4, 5))
+    log.add_new(1, ints(6))
+    assert log.take_zero().tolist() == [[1, 4], [1, 5], [1, 6]]
+    assert log.take_zero().tolist() == []

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from blockferry.engine.errors import LedgerCorrupted
+from blockferry.engine.kv.assembly import LedgerOptions
 from blockferry.engine.kv.block_hash import lora_key
 from blockferry.engine.kv.events import BlockStored, EventLog
 from blockferry.engine.kv.manager import AllocateOptions, KVCacheManager
@@ -29,10 +30,10 @@ def group(block_size: int = 4) -> KVCacheGroup:
 class Ledger:
     """A ledger of 4-token blocks and its rows, with the few lines a scheduler would have."""
 
-    def __init__(self, num_blocks: int = 11, **options: object) -> None:
+    def __init__(self, num_blocks: int = 11, *, events: EventLog | None = None, **options: object) -> None:
         self.rows = RowTable(max_rows=16, max_model_len=64)
         config = KVCacheConfig(num_blocks=num_blocks, groups=(group(),), hash_block_size=4)
-        self.kv = KVCacheManager(config, self.rows, **options)  # type: ignore[arg-type]
+        self.kv = KVCacheManager(config, self.rows, options=LedgerOptions(**options), events=events)  # type: ignore[arg-type]
 
     def admit(self, row: int, prompt: Int32Array, options: AllocateOptions | None = None, salt: str = "") -> bool:
         """Look up, allocate the rest of the prompt and count it as computed."""
@@ -265,7 +266,7 @@ def test_decode_equals_allocating_row_by_row() -> None:
     assert together.kv.stats() == apart.kv.stats()
 
 
-def test_two_groups_get_blocks_row_by_row() -> None:
+def test_two_groups_get_blocks_group_by_group() -> None:
     rows = RowTable(max_rows=4, max_model_len=64)
     kv = KVCacheManager(KVCacheConfig(num_blocks=40, groups=(group(4), group(8)), hash_block_size=4), rows)
     for row in range(2):
@@ -274,7 +275,7 @@ def test_two_groups_get_blocks_row_by_row() -> None:
         assert kv.allocate(row, 8)
         rows.num_computed_tokens[row] = 8
     assert kv.allocate_decode(ints(0, 1)) == 2
-    assert [kv.block_ids(row, g).tolist() for row in (0, 1) for g in (0, 1)] == [[1, 2, 7], [3, 8], [4, 5, 9], [6, 10]]
+    assert [kv.block_ids(row, g).tolist() for row in (0, 1) for g in (0, 1)] == [[1, 2, 7], [3, 9], [4, 5, 8], [6, 10]]
     assert kv.lookup(kv.hash_prompt(tokens(9, first=100)), 9).num_tokens == 8
     assert (
         kv.lookup(kv.hash_prompt(tokens(8, first=100)), 8).num_tokens == 0
@@ -333,7 +334,7 @@ def test_two_popped_rows_cannot_be_released_as_one() -> None:
     ledger = Ledger()
     ledger.admit(0, tokens(6))
     ledger.admit(1, tokens(6))
-    both = np.concatenate([ledger.kv.pop_blocks_for_free(0), ledger.kv.pop_blocks_for_free(1)])
+    both = (np.concatenate([ledger.kv.pop_blocks_for_free(0)[0], ledger.kv.pop_blocks_for_free(1)[0]]),)
     with pytest.raises(ValueError, match="repeat"):
         ledger.kv.release(both)
     ledger.kv.check_integrity()
@@ -407,7 +408,7 @@ def test_audit_names_a_lost_block() -> None:
 def test_audit_names_a_hash_that_cannot_be_found() -> None:
     ledger = Ledger()
     ledger.admit(0, tokens(5))
-    ledger.kv._pool.prefix_maps[0].clear()
+    ledger.kv._index.clear()
     with pytest.raises(LedgerCorrupted, match="cannot be found"):
         ledger.kv.check_integrity()
 
@@ -415,7 +416,7 @@ def test_audit_names_a_hash_that_cannot_be_found() -> None:
 def test_audit_names_a_block_both_free_and_held() -> None:
     ledger = Ledger()
     ledger.admit(0, tokens(5))
-    ledger.kv._pool.queue.push_back(ints(1))
+    ledger.kv._pools.pools[0].queue.push_back(ints(1))
     with pytest.raises(LedgerCorrupted, match="both free and held"):
         ledger.kv.check_integrity()
 

@@ -1,0 +1,96 @@
+"""What the workers must hear of the ledger's last decisions: table changes, blocks to copy and to clear.
+
+Owns the changes not taken yet; shared by all groups of a ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockferry.engine.request import Int32Array
+from blockferry.engine.wire import NO_DELTAS, BlockDeltas
+
+
+class BlockCopy(NamedTuple):
+    """One block to copy before anything is computed; both ends are held until the copy is taken."""
+
+    group: int
+    source: int
+    target: int
+
+
+class LedgerLog:
+    """Changes since the last take. Arrays given to it are kept, not copied."""
+
+    def __init__(self, zeroed_groups: Sequence[int] = ()) -> None:
+        """New blocks of zeroed_groups are logged as to be cleared."""
+        self._pending: list[_Change] = []
+        self.copies: list[BlockCopy] = []  # not taken yet, in order
+        self._zero: dict[int, list[Int32Array]] = {group: [] for group in zeroed_groups}
+
+    def add(self, group: int, rows: Int32Array, columns: Int32Array, block_ids: Int32Array) -> None:
+        """Log entries as they are written into the group's table."""
+        if len(block_ids):
+            self._pending.append(_Change(group, rows, columns, block_ids))
+
+    def add_new(self, group: int, block_ids: Int32Array) -> None:
+        """Log blocks that still hold what was in them before."""
+        fresh = self._zero.get(group)
+        if fresh is not None:
+            fresh.append(block_ids)
+
+    def add_copy(self, group: int, source: int, target: int) -> None:
+        """Log a copy of one block."""
+        self.copies.append(BlockCopy(group, source, target))
+
+    def forget(self, row: int) -> None:
+        """Drop what is pending for a row that was freed, so that its next owner starts clean."""
+        self._pending = [change.without(row) for change in self._pending]
+
+    def take(self) -> BlockDeltas:
+        """Table changes since the last take, in order."""
+        pending, self._pending = self._pending, []
+        if not pending:
+            return NO_DELTAS
+        if len(pending) == 1:
+            group, rows, columns, block_ids = pending[0]
+            groups = np.full(len(block_ids), group, np.int32)
+            return BlockDeltas(group=groups, row=rows, column=columns, block_id=block_ids)
+        return BlockDeltas(
+            group=np.concatenate([np.full(len(change.block_ids), change.group, np.int32) for change in pending]),
+            row=np.concatenate([change.rows for change in pending]),
+            column=np.concatenate([change.columns for change in pending]),
+            block_id=np.concatenate([change.block_ids for change in pending]),
+        )
+
+    def take_copies(self) -> list[BlockCopy]:
+        """Copies since the last take, in order."""
+        copies, self.copies = self.copies, []
+        return copies
+
+    def take_zero(self) -> NDArray[np.int32]:
+        """Blocks to clear since the last take, as (group, block) pairs [n, 2], group after group."""
+        pairs = []
+        for group, fresh in self._zero.items():
+            if fresh:
+                block_ids = np.concatenate(fresh)
+                pairs.append(np.stack([np.full(len(block_ids), group, np.int32), block_ids], axis=1))
+                fresh.clear()
+        return np.concatenate(pairs) if pairs else np.empty((0, 2), np.int32)
+
+
+class _Change(NamedTuple):
+    """One write; a NamedTuple because one is made per decode step and a frozen dataclass costs three times as much."""
+
+    group: int
+    rows: Int32Array
+    columns: Int32Array
+    block_ids: Int32Array
+
+    def without(self, row: int) -> _Change:
+        keep = self.rows != row
+        return _Change(self.group, self.rows[keep], self.columns[keep], self.block_ids[keep])
