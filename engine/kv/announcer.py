@@ -10,7 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from blockferry.engine.kv.events import BlockStored, EventLog
+from blockferry.engine.kv.spec import KVCacheGroup, window_of
 from blockferry.engine.kv.type_manager import CacheWish, TailWish, TypeManager
+from blockferry.engine.request import Int32Array
 from blockferry.engine.rows import RowTable
 
 
@@ -18,48 +20,52 @@ class Announcer:
     """Makes BlockStored events, with what a group's blocks are. A chain is the digests of a sequence's hash blocks."""
 
     def __init__(
-        self, events: EventLog, rows: RowTable, *, windows: Sequence[int | None], hash_block_size: int
+        self, events: EventLog, rows: RowTable, *, groups: Sequence[KVCacheGroup], hash_block_size: int
     ) -> None:
-        """Windows: tokens of each group's sliding window, where it has one."""
         self._events = events
         self._rows = rows
-        self._windows = windows
+        self._kinds = [group.spec.kind for group in groups]
+        self._windows = [window_of(group.spec) for group in groups]
         self._hash_block_size = hash_block_size
 
-    def announce(self, manager: TypeManager, blocks: CacheWish, chains: Sequence[Sequence[bytes]]) -> None:
-        """Whole blocks of a group; chains is indexed by row."""
+    def announce(self, manager: TypeManager, wish: CacheWish, chains: Sequence[Sequence[bytes]]) -> None:
+        """Whole blocks of a manager's groups; chains is indexed by row."""
         size, step = manager.tokens_per_block, manager.tokens_per_block // self._hash_block_size
-        breaks = (np.diff(blocks.rows) != 0) | (np.diff(blocks.columns) != 1)
-        for run in np.split(np.arange(len(blocks.rows)), breaks.nonzero()[0] + 1):
-            row, first, stop = int(blocks.rows[run[0]]), int(blocks.columns[run[0]]), int(blocks.columns[run[-1]]) + 1
-            hashes = tuple(chains[row][(first + 1) * step - 1 : stop * step : step])
-            self._add(manager, row, chains[row], start=first * size, hashes=hashes, stop=stop * size)
+        for layer in range(len(manager.groups)):
+            rows, columns = wish.rows, wish.columns
+            if wish.chosen is not None:
+                rows, columns = rows[wish.chosen[layer]], columns[wish.chosen[layer]]
+            breaks = (np.diff(rows) != 0) | (np.diff(columns) != 1)
+            for run in np.split(np.arange(len(rows)), breaks.nonzero()[0] + 1):
+                if len(run):
+                    row, first, stop = int(rows[run[0]]), int(columns[run[0]]), int(columns[run[-1]]) + 1
+                    hashes = tuple(chains[row][(first + 1) * step - 1 : stop * step : step])
+                    parent = self._parent(chains[row], first * size)
+                    tokens = self._rows.token_ids[row, first * size : stop * size].copy()
+                    self._add(manager, layer, parent, hashes, tokens)
 
-    def announce_tail(self, manager: TypeManager, row: int, wish: TailWish, chain: Sequence[bytes]) -> None:
+    def announce_tail(self, manager: TypeManager, layer: int, row: int, wish: TailWish, chain: Sequence[bytes]) -> None:
         """The head of a block that is not full."""
-        last = chain[wish.num_tokens // self._hash_block_size - 1]
         start = wish.column * manager.tokens_per_block
-        self._add(manager, row, chain, start=start, hashes=(last,), stop=wish.num_tokens)
+        last = chain[wish.num_tokens // self._hash_block_size - 1]
+        tokens = self._rows.token_ids[row, start : wish.num_tokens].copy()
+        self._add(manager, layer, self._parent(chain, start), (last,), tokens)
+
+    def _parent(self, chain: Sequence[bytes], start: int) -> bytes | None:
+        return chain[start // self._hash_block_size - 1] if start else None
 
     def _add(
-        self,
-        manager: TypeManager,
-        row: int,
-        chain: Sequence[bytes],
-        *,
-        start: int,
-        stop: int,
-        hashes: tuple[bytes, ...],
+        self, manager: TypeManager, layer: int, parent: bytes | None, hashes: tuple[bytes, ...], tokens: Int32Array
     ) -> None:
-        parent = start // self._hash_block_size - 1
+        group = manager.groups[layer]
         self._events.add(
             BlockStored(
-                group=manager.group,
-                kind=manager.kind.value,
+                group=group,
+                kind=self._kinds[group].value,
                 block_size=manager.tokens_per_block,
-                sliding_window=self._windows[manager.group],
-                parent_hash=chain[parent] if parent >= 0 else None,
+                sliding_window=self._windows[group],
+                parent_hash=parent,
                 block_hashes=hashes,
-                token_ids=self._rows.token_ids[row, start:stop].copy(),
+                token_ids=tokens,
             )
         )

@@ -12,17 +12,14 @@ import numpy as np
 from blockferry.engine.kv.announcer import Announcer
 from blockferry.engine.kv.coordinator import Coordinator
 from blockferry.engine.kv.events import EventLog
-from blockferry.engine.kv.groups import hit_alignment, make_manager, scheduler_block_size, window_of
-from blockferry.engine.kv.hit_rules import Retention
-from blockferry.engine.kv.hit_search import HitSearch, search_groups
+from blockferry.engine.kv.groups import SharedParts, hit_alignment, make_managers, scheduler_block_size
+from blockferry.engine.kv.hit_search import CacheSizes, HitSearch, search_groups
 from blockferry.engine.kv.ledger_log import LedgerLog
-from blockferry.engine.kv.pools import Pools, make_pools
+from blockferry.engine.kv.pools import make_pools
 from blockferry.engine.kv.prefix_cacher import PrefixCacher
 from blockferry.engine.kv.prefix_index import PrefixIndex
 from blockferry.engine.kv.reach import SequenceLimits, SpecKind
 from blockferry.engine.kv.spec import KVCacheConfig
-from blockferry.engine.kv.type_manager import GroupContext
-from blockferry.engine.request import Int32Array
 from blockferry.engine.rows import RowTable
 
 
@@ -43,14 +40,11 @@ class LedgerOptions:
 class LedgerParts:
     """A ledger's parts; KVCacheManager owns them."""
 
-    log: LedgerLog
+    shared: SharedParts
     index: PrefixIndex
-    pools: Pools
     coordinator: Coordinator
     search: HitSearch
     cacher: PrefixCacher
-    kept_lengths: Int32Array  # [rows, 2], see GroupContext; of attention
-    kept_states: Int32Array  # the same of states
     replay_shift: int  # tokens before a prompt's end where a hit on all of it resumes, in states
 
 
@@ -59,63 +53,36 @@ def assemble(config: KVCacheConfig, rows: RowTable, options: LedgerOptions, even
     _check(config, options)
     groups, hash_block_size = config.groups, config.hash_block_size
     alignment = hit_alignment(groups, hash_block_size)
-    has_draft = any(group.is_draft for group in groups)
     has_states = any(group.spec.kind is SpecKind.MAMBA for group in groups)
-    zeroed = [index for index, group in enumerate(groups) if has_states and group.spec.kind is not SpecKind.MAMBA]
-    log = LedgerLog(zeroed)
     index = PrefixIndex(len(groups), num_expected=config.num_blocks)
-    pools = make_pools(config, index, events)
-    kept_lengths, kept_states = (np.zeros((rows.max_rows, 2), np.int32) for _ in range(2))
-    limits = SequenceLimits(
-        max_model_len=rows.max_model_len,
-        max_in_flight_tokens=rows.max_model_len
-        if options.max_in_flight_tokens is None
-        else options.max_in_flight_tokens,
-        max_num_encoder_tokens=options.max_num_encoder_tokens,
-    )
-    managers = [
-        make_manager(
-            GroupContext(
-                group=number,
-                spec=group.spec,
-                is_draft=group.is_draft,
-                limits=limits,
-                retention=Retention(alignment=alignment, interval=options.retention_interval, has_draft=group.is_draft),
-                hash_block_size=hash_block_size,
-                pool=pools.pools[pools.pool_of(number)],
-                rows=rows,
-                kept_lengths=kept_states if group.spec.kind is SpecKind.MAMBA else kept_lengths,
-                log=log,
-            )
-        )
-        for number, group in enumerate(groups)
-    ]
-    search = HitSearch(
-        search_groups(
-            [group.spec for group in groups],
-            [manager.rule for manager in managers],
-            [group.is_draft for group in groups],
+    in_flight = options.max_in_flight_tokens
+    shared = SharedParts(
+        limits=SequenceLimits(
+            max_model_len=rows.max_model_len,
+            max_in_flight_tokens=rows.max_model_len if in_flight is None else in_flight,
+            max_num_encoder_tokens=options.max_num_encoder_tokens,
         ),
-        index,
-        num_groups=len(groups),
-        hash_block_size=hash_block_size,
         alignment=alignment,
+        retention_interval=options.retention_interval,
+        hash_block_size=hash_block_size,
+        pools=make_pools(config, index, events),
+        rows=rows,
+        kept_lengths=np.zeros((rows.max_rows, 2), np.int32),
+        kept_states=np.zeros((rows.max_rows, 2), np.int32),
+        log=LedgerLog([n for n, group in enumerate(groups) if has_states and group.spec.kind is not SpecKind.MAMBA]),
     )
+    managers = make_managers(groups, shared)
+    sizes = CacheSizes(hash_block_size=hash_block_size, alignment=alignment)
     announcer = None
     if events is not None:
-        windows = [window_of(group.spec) for group in groups]
-        announcer = Announcer(events, rows, windows=windows, hash_block_size=hash_block_size)
-    cacher = PrefixCacher(managers, index, hash_block_size=hash_block_size, alignment=alignment, announcer=announcer)
+        announcer = Announcer(events, rows, groups=groups, hash_block_size=hash_block_size)
     return LedgerParts(
-        log=log,
+        shared=shared,
         index=index,
-        pools=pools,
-        coordinator=Coordinator(managers, pools),
-        search=search,
-        cacher=cacher,
-        kept_lengths=kept_lengths,
-        kept_states=kept_states,
-        replay_shift=scheduler_block_size(groups) if has_draft else 1,
+        coordinator=Coordinator(managers, shared.pools),
+        search=HitSearch(search_groups(groups, managers), index, num_groups=len(groups), sizes=sizes),
+        cacher=PrefixCacher(managers, index, sizes, max_rows=rows.max_rows, announcer=announcer),
+        replay_shift=scheduler_block_size(groups) if any(group.is_draft for group in groups) else 1,
     )
 
 

@@ -63,10 +63,10 @@ def report_block(
         raise ValueError(f"block {block_id} is not in the pool; its blocks are 0 to {pool.num_blocks - 1}")
     owners = []
     for manager in _managers_of(coordinator, number):
-        rows, columns = (_entries(manager) == block_id).nonzero()
+        layers, rows, columns = (_entries(manager) == block_id).nonzero()
         owners += [
-            BlockOwner(group=manager.group, row=row, column=column)
-            for row, column in zip(rows.tolist(), columns.tolist(), strict=True)
+            BlockOwner(group=manager.groups[layer], row=row, column=column)
+            for layer, row, column in zip(layers.tolist(), rows.tolist(), columns.tolist(), strict=True)
             if block_id != NULL_BLOCK_ID
         ]
     entries = [int(pool.entry[block_id]), *pool.further.get(block_id, ())] if pool.entry[block_id] else []
@@ -93,8 +93,8 @@ def check_ledger(coordinator: Coordinator, index: PrefixIndex, popped: Sequence[
         owners = popped[number].astype(np.int64)
         for manager in _managers_of(coordinator, number):
             owners += np.bincount(_entries(manager).ravel(), minlength=pool.num_blocks)
-            ahead = manager.num_cached > manager.table.num_blocks
-            _require_none(ahead, f"rows of group {manager.group} count more cached blocks than they hold")
+            ahead = manager.stack.num_cached > manager.stack.num_blocks
+            _require_none(ahead, f"rows of groups {manager.groups} count more cached blocks than they hold")
         for copy in log.copies:
             if coordinator.pools.pool_of(copy.group) == number:
                 owners[[copy.source, copy.target]] += 1
@@ -110,15 +110,15 @@ def check_ledger(coordinator: Coordinator, index: PrefixIndex, popped: Sequence[
 
 
 def _entries(manager: TypeManager) -> Int32Array:
-    """The group's table with undefined entries null, shape [rows, columns]."""
-    table = manager.table
-    columns = np.arange(table.block_ids.shape[1])
-    entries: Int32Array = np.where(columns < table.num_blocks[:, None], table.block_ids, NULL_BLOCK_ID)
+    """The groups' tables with undefined entries null, shape [groups, rows, columns]."""
+    stack = manager.stack
+    columns = np.arange(stack.tables.shape[2])
+    entries: Int32Array = np.where(columns < stack.num_blocks[:, None], stack.tables, NULL_BLOCK_ID)
     return entries
 
 
 def _managers_of(coordinator: Coordinator, number: int) -> list[TypeManager]:
-    return [manager for manager in coordinator.managers if coordinator.pools.pool_of(manager.group) == number]
+    return [manager for manager in coordinator.managers if coordinator.pools.pool_of(manager.groups[0]) == number]
 
 
 def _check_owners(pool: BlockPool, owners: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:

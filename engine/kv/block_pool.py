@@ -90,13 +90,15 @@ class BlockPool:
         self.queue.push_front(idle[~has_hash])
         self.queue.push_back(idle[has_hash])
 
-    def cache(self, group: int, block_ids: Int32Array, entries: Int32Array) -> None:
-        """Let these held blocks be found under these entries, and still under those of their heads."""
-        for block_id in block_ids[self.entry[block_ids] != NO_ENTRY].tolist():
-            self.further.setdefault(block_id, []).insert(0, int(self.entry[block_id]))
-        self.hash_group[block_ids] = group
+    def cache(self, groups: Int32Array, block_ids: Int32Array, entries: Int32Array) -> None:
+        """Let these held blocks [N] of groups [N] be found under entries [N], and still under those of their heads."""
+        before = self.entry[block_ids]
+        if before.any():
+            for block_id in block_ids[before != NO_ENTRY].tolist():
+                self.further.setdefault(block_id, []).insert(0, int(self.entry[block_id]))
+        self.hash_group[block_ids] = groups
         self.entry[block_ids] = entries
-        self.index.add(group, entries, block_ids)
+        self.index.add(groups, entries, block_ids)
 
     def cache_also(self, group: int, block_id: int, entry: int) -> None:
         """Let a held block be found under one more entry."""
@@ -107,7 +109,7 @@ class BlockPool:
             self.hash_group[block_id] = group
         else:
             self.further.setdefault(block_id, []).append(entry)
-        self.index.add(group, np.array([entry], np.int32), np.array([block_id], np.int32))
+        self.index.add(*(np.array([number], np.int32) for number in (group, entry, block_id)))
 
     def move_hashes(self, source: int, target: int) -> None:
         """Let target, a held block without hash, be found in place of source, which keeps its owners."""

@@ -21,6 +21,11 @@ class ChunkRule:
     reach: ChunkReach
 
     @property
+    def drops_blocks(self) -> bool:
+        """Blocks fall out of reach."""
+        return True
+
+    @property
     def resumes_inside(self) -> bool:
         """Hits are whole blocks."""
         return False

@@ -1,18 +1,18 @@
 """The coordinator: makes all cache groups of a model act as one towards the manager.
 
-Loops over the groups and owns nothing but them; what a type keeps, drops or finds is its TypeManager's. Everything that
+Loops over the type managers and owns nothing but them; what a type keeps, drops or finds is theirs. Everything that
 takes blocks was asked for before in every group, so a call either happens in all of them or in none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from blockferry.engine.kv.hit_search import PrefixHit
 from blockferry.engine.kv.pools import Pools
-from blockferry.engine.kv.type_manager import DecodeDemand, Demand, TypeManager
+from blockferry.engine.kv.type_manager import DecodeDemand, Demand, HitBlocks, TypeManager
 from blockferry.engine.request import Int32Array
 
 
@@ -22,40 +22,51 @@ class Coordinator:
     def __init__(self, managers: Sequence[TypeManager], pools: Pools) -> None:
         self.managers = tuple(managers)
         self.pools = pools
+        self._pool_numbers = [pools.pool_of(manager.groups[0]) for manager in managers]
+        places = {group: (manager, layer) for manager in managers for layer, group in enumerate(manager.groups)}
+        self._places = [places[group] for group in sorted(places)]
 
     def start_step(self) -> None:
         """A new step begins."""
         for manager in self.managers:
             manager.start_step()
 
+    # tables
+
+    def num_blocks(self, row: int, group: int) -> int:
+        """Columns of a row in a group, null ones included."""
+        return int(self._places[group][0].stack.num_blocks[row])
+
+    def block_ids(self, row: int, group: int) -> Int32Array:
+        """The row's blocks in a group; a copy."""
+        manager, layer = self._places[group]
+        block_ids: Int32Array = manager.stack.tables[layer, row, : manager.stack.num_blocks[row]].copy()
+        return block_ids
+
     # one row
 
     def is_deferred(self, hit: PrefixHit) -> bool:
         """Whether a hit may only be used in the next step."""
-        return any(manager.is_deferred(ids) for manager, ids in zip(self.managers, hit.block_ids, strict=True))
+        return any(manager.is_deferred(hits) for manager, hits in self._hits(hit))
 
     def fits(self, row: int, demand: Demand, hit: PrefixHit, *, num_reserved: int) -> bool:
         """Whether the row can adopt hit and grow to the demand, with num_reserved blocks left over."""
-        return self.pools.fits(self.needs(row, demand, hit), num_reserved=num_reserved)
-
-    def needs(self, row: int, demand: Demand, hit: PrefixHit) -> list[int]:
-        """Free blocks that go, per pool, when the row adopts hit and grows to the demand."""
         needs = [0] * len(self.pools.pools)
-        for manager, block_ids in zip(self.managers, hit.block_ids, strict=True):
-            needs[self.pools.pool_of(manager.group)] += manager.num_needed(row, demand, block_ids)
-        return needs
+        for number, (manager, hits) in zip(self._pool_numbers, self._hits(hit), strict=True):
+            needs[number] += manager.num_needed(row, demand, hits)
+        return self.pools.fits(needs, num_reserved=num_reserved)
 
     def most_blocks(self, num_tokens: int) -> list[int]:
         """Most blocks, per pool, that a sequence of num_tokens ever holds at once."""
         most = [0] * len(self.pools.pools)
-        for manager in self.managers:
-            most[self.pools.pool_of(manager.group)] += manager.most_blocks(num_tokens)
+        for number, manager in zip(self._pool_numbers, self.managers, strict=True):
+            most[number] += manager.most_blocks(num_tokens)
         return most
 
     def adopt(self, row: int, demand: Demand, hit: PrefixHit) -> None:
         """Start a row with a hit: blocks of all groups have an owner more before any block is taken."""
-        for manager, block_ids in zip(self.managers, hit.block_ids, strict=True):
-            manager.adopt(row, demand, block_ids)
+        for manager, hits in self._hits(hit):
+            manager.adopt(row, demand, hits)
         if demand.num_total > demand.num_local:
             for manager in self.managers:
                 manager.take_external(row, demand)
@@ -70,10 +81,18 @@ class Coordinator:
         for manager in self.managers:
             manager.skip(row, num_computed)
 
+    def drop(self, row: int) -> list[Int32Array]:
+        """Forget a row; its blocks per group, in table order, keep their owner."""
+        dropped: list[Int32Array] = [_NO_BLOCKS] * len(self._places)
+        for manager in self.managers:
+            for group, block_ids in zip(manager.groups, manager.drop(row), strict=True):
+                dropped[group] = block_ids
+        return dropped
+
     def free(self, row: int) -> None:
         """Give a row's blocks back: groups in order, in each the last block first."""
-        for manager in self.managers:
-            manager.pool.free(manager.drop(row)[::-1])
+        for (manager, _), block_ids in zip(self._places, self.drop(row), strict=True):
+            manager.pool.free(block_ids[::-1])
 
     # all decoding rows at once
 
@@ -90,11 +109,18 @@ class Coordinator:
         if not len(due):
             return len(demand.rows)
         needs = np.zeros((len(due), len(self.pools.pools)), np.int32)
-        for manager, counts in zip(self.managers, missing, strict=True):
-            needs[:, self.pools.pool_of(manager.group)] += counts[due]
+        for number, manager, counts in zip(self._pool_numbers, self.managers, missing, strict=True):
+            needs[:, number] += counts[due] * np.int32(len(manager.groups))
         num_grown = self.pools.num_leading(needs)
         for manager, counts in zip(self.managers, missing, strict=True):
             mine = due[:num_grown][counts[due[:num_grown]] > 0]
             if len(mine):
                 manager.grow_in(demand.keep(mine), counts[mine])
         return len(demand.rows) if num_grown == len(due) else int(due[num_grown])
+
+    def _hits(self, hit: PrefixHit) -> Iterator[tuple[TypeManager, HitBlocks]]:
+        for manager in self.managers:
+            yield manager, [hit.block_ids[group] for group in manager.groups]
+
+
+_NO_BLOCKS: Int32Array = np.empty(0, np.int32)

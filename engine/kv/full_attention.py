@@ -12,6 +12,11 @@ class FullRule:
     """The HitRule of full attention: a hit needs every block from the head on, so any prefix of a hit is one."""
 
     @property
+    def drops_blocks(self) -> bool:
+        """None ever."""
+        return False
+
+    @property
     def resumes_inside(self) -> bool:
         """A block serves any head of its tokens."""
         return True

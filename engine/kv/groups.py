@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
 from blockferry.engine.kv.chunked_local import ChunkRule
 from blockferry.engine.kv.full_attention import FullRule
-from blockferry.engine.kv.hit_rules import HitRule
+from blockferry.engine.kv.hit_rules import HitRule, Retention
+from blockferry.engine.kv.ledger_log import LedgerLog
 from blockferry.engine.kv.mamba import MambaManager, StateRule
+from blockferry.engine.kv.pools import Pools
 from blockferry.engine.kv.positional import PositionalManager
 from blockferry.engine.kv.reach import (
     ChunkReach,
@@ -16,6 +19,8 @@ from blockferry.engine.kv.reach import (
     FullReach,
     NoReach,
     RetainedPromptReach,
+    SequenceLimits,
+    SpecKind,
     WindowReach,
     cdiv,
 )
@@ -29,26 +34,76 @@ from blockferry.engine.kv.spec import (
     MambaMode,
     MambaSpec,
     ScratchRingSpec,
-    UniformTypeSpec,
+    one_layer,
 )
-from blockferry.engine.kv.type_manager import Demand, GroupContext, TypeManager
+from blockferry.engine.kv.type_manager import Demand, GroupPlace, StackContext, TypeManager
+from blockferry.engine.request import Int32Array
+from blockferry.engine.rows import RowTable
 
 
-def make_manager(context: GroupContext) -> TypeManager:
-    """The manager of a group."""
-    spec = one_layer(context.spec)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SharedParts:
+    """What all managers of a ledger are made from."""
+
+    limits: SequenceLimits
+    alignment: int  # of hits
+    retention_interval: int | None
+    hash_block_size: int
+    pools: Pools
+    rows: RowTable
+    kept_lengths: Int32Array  # [rows, 2], see StackContext; of attention
+    kept_states: Int32Array  # the same of states
+    log: LedgerLog
+
+    def context(self, places: Sequence[GroupPlace], *, is_draft: bool) -> StackContext:
+        """What the manager of these groups is made from."""
+        spec = places[0].spec
+        return StackContext(
+            groups=tuple(places),
+            tokens_per_block=spec.tokens_per_block,
+            is_draft=is_draft,
+            limits=self.limits,
+            retention=Retention(alignment=self.alignment, interval=self.retention_interval, has_draft=is_draft),
+            hash_block_size=self.hash_block_size,
+            pool=self.pools.pools[self.pools.pool_of(places[0].number)],
+            rows=self.rows,
+            kept_lengths=self.kept_states if spec.kind is SpecKind.MAMBA else self.kept_lengths,
+            log=self.log,
+        )
+
+
+def make_managers(groups: Sequence[KVCacheGroup], parts: SharedParts) -> list[TypeManager]:
+    """One manager for groups that share everything but their tables, in the order of their first groups."""
+    together: dict[object, list[GroupPlace]] = {}
+    for number, group in enumerate(groups):
+        key = (_manager_key(one_layer(group.spec)), group.is_draft, parts.pools.pool_of(number))
+        together.setdefault(key, []).append(GroupPlace(number=number, spec=group.spec))
+    return [
+        _make_manager(parts.context(places, is_draft=groups[places[0].number].is_draft)) for places in together.values()
+    ]
+
+
+def _manager_key(spec: KVCacheSpec) -> object:
+    """Equal for specs whose groups one manager can keep."""
+    if isinstance(spec, AttentionSpec) and not isinstance(spec.reach, EncoderReach | NoReach):
+        return spec.tokens_per_block
+    return spec
+
+
+def _make_manager(context: StackContext) -> TypeManager:
+    specs = [one_layer(group.spec) for group in context.groups]
+    spec = specs[0]
     if isinstance(spec, ScratchRingSpec):
         return SingleTakeManager(context, _one_block)
     if isinstance(spec, MambaSpec):
         if spec.mode is MambaMode.ALIGN:
             return MambaManager(context, spec)
         extra = spec.block_size * spec.num_speculative_blocks
-        return PositionalManager(context, StateRule(), num_extra_tokens=extra)
+        return PositionalManager(context, [StateRule() for _ in specs], num_extra_tokens=extra)
     assert isinstance(spec, AttentionSpec), spec
     if isinstance(spec.reach, EncoderReach | NoReach):
-        tokens_per_block = spec.tokens_per_block
-        return SingleTakeManager(context, lambda demand: cdiv(demand.num_encoder, tokens_per_block))
-    return PositionalManager(context, hit_rule(spec))
+        return SingleTakeManager(context, lambda demand: cdiv(demand.num_encoder, context.tokens_per_block))
+    return PositionalManager(context, [hit_rule(one) for one in specs if isinstance(one, AttentionSpec)])
 
 
 def hit_rule(spec: AttentionSpec) -> HitRule:
@@ -64,19 +119,6 @@ def hit_rule(spec: AttentionSpec) -> HitRule:
             return RetainedPromptRule(reach=reach, full=FullRule())
         case _:
             raise AssertionError(spec)
-
-
-def one_layer(spec: KVCacheSpec) -> KVCacheSpec:
-    """The spec that says how all layers of a group behave."""
-    return spec.layer_specs[0] if isinstance(spec, UniformTypeSpec) else spec
-
-
-def window_of(spec: KVCacheSpec) -> int | None:
-    """Tokens of a sliding window; None where the type has none."""
-    spec = one_layer(spec)
-    if isinstance(spec, AttentionSpec) and isinstance(spec.reach, WindowReach):
-        return spec.reach.window
-    return None
 
 
 def hit_alignment(groups: Sequence[KVCacheGroup], hash_block_size: int) -> int:

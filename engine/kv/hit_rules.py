@@ -49,6 +49,10 @@ class HitRule(Protocol):
     """One cache type's answer to "what must be there, and what may go"."""
 
     @property
+    def drops_blocks(self) -> bool:
+        """Whether blocks ever fall out of reach or are not worth caching."""
+
+    @property
     def resumes_inside(self) -> bool:
         """Whether a hit may end inside a block."""
 

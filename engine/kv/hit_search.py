@@ -16,8 +16,8 @@ from blockferry.engine.kv.full_attention import FullRule
 from blockferry.engine.kv.hit_rules import HitRule, Presence
 from blockferry.engine.kv.prefix_index import PrefixIndex
 from blockferry.engine.kv.reach import cdiv
-from blockferry.engine.kv.spec import KVCacheSpec
-from blockferry.engine.kv.type_manager import NO_BLOCKS
+from blockferry.engine.kv.spec import KVCacheGroup, KVCacheSpec
+from blockferry.engine.kv.type_manager import NO_BLOCKS, TypeManager
 from blockferry.engine.request import BoolArray, Int32Array
 
 
@@ -32,8 +32,16 @@ class PrefixHit:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSizes:
+    """Granularity of a ledger's prefix cache, in tokens."""
+
+    hash_block_size: int
+    alignment: int  # hits have multiples of it; hash_block_size where they may end inside blocks
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SearchGroup:
-    """Cache groups with one spec, always asked together."""
+    """Cache groups that need the same of a hit, always asked together."""
 
     groups: tuple[int, ...]
     rule: HitRule
@@ -47,41 +55,37 @@ class _Found:
     presence: Presence
 
 
-def search_groups(
-    specs: Sequence[KVCacheSpec], rules: Sequence[HitRule | None], drafts: Sequence[bool]
-) -> list[SearchGroup]:
+def search_groups(groups: Sequence[KVCacheGroup], managers: Sequence[TypeManager]) -> list[SearchGroup]:
     """Groups that can be asked, those with equal specs as one; full attention first, as it bounds all others."""
+    rules = {
+        group: rule for manager in managers for group, rule in zip(manager.groups, manager.rules, strict=True) if rule
+    }
     together: dict[KVCacheSpec, list[int]] = {}
-    for group, (spec, rule) in enumerate(zip(specs, rules, strict=True)):
-        if rule is not None and spec.prefix_cacheable:
-            together.setdefault(spec, []).append(group)
-    found = []
-    for spec, groups in together.items():
-        rule, is_draft = rules[groups[0]], any(drafts[group] for group in groups)
-        assert rule is not None, groups
-        found.append(
-            SearchGroup(groups=tuple(groups), rule=rule, tokens_per_block=spec.tokens_per_block, is_draft=is_draft)
+    for number, group in enumerate(groups):
+        if number in rules and group.spec.prefix_cacheable:
+            together.setdefault(group.spec, []).append(number)
+    found = [
+        SearchGroup(
+            groups=tuple(numbers),
+            rule=rules[numbers[0]],
+            tokens_per_block=spec.tokens_per_block,
+            is_draft=any(groups[number].is_draft for number in numbers),
         )
-    return sorted(found, key=lambda group: not isinstance(group.rule, FullRule))
+        for spec, numbers in together.items()
+    ]
+    return sorted(found, key=lambda group: (not isinstance(group.rule, FullRule), not group.is_draft))
 
 
 class HitSearch:
     """Looks sequences up. A chain is the digests of a sequence's hash blocks."""
 
     def __init__(
-        self,
-        groups: Sequence[SearchGroup],
-        index: PrefixIndex,
-        *,
-        num_groups: int,
-        hash_block_size: int,
-        alignment: int,
+        self, groups: Sequence[SearchGroup], index: PrefixIndex, *, num_groups: int, sizes: CacheSizes
     ) -> None:
-        """Alignment: hits have multiples of it; hash_block_size where they may end inside blocks."""
         self._index = index
         self._num_groups = num_groups
-        self._hash_block_size = hash_block_size
-        self._alignment = alignment
+        self._hash_block_size = sizes.hash_block_size
+        self._alignment = sizes.alignment
         self._groups = list(groups)
         self._asked = [group for group in groups if group.is_draft or group.rule.needs_blocks(group.tokens_per_block)]
 

@@ -32,10 +32,10 @@ class LedgerLog:
         self.copies: list[BlockCopy] = []  # not taken yet, in order
         self._zero: dict[int, list[Int32Array]] = {group: [] for group in zeroed_groups}
 
-    def add(self, group: int, rows: Int32Array, columns: Int32Array, block_ids: Int32Array) -> None:
-        """Log entries as they are written into the group's table."""
-        if len(block_ids):
-            self._pending.append(_Change(group, rows, columns, block_ids))
+    def add(self, groups: Int32Array, rows: Int32Array, columns: Int32Array, block_ids: Int32Array) -> None:
+        """Log entries as they are written: block_ids [C], or [G, C] for groups [G] that change alike."""
+        if block_ids.size:
+            self._pending.append(_Change(groups, rows, columns, block_ids.reshape(len(groups), -1)))
 
     def add_new(self, group: int, block_ids: Int32Array) -> None:
         """Log blocks that still hold what was in them before."""
@@ -57,14 +57,13 @@ class LedgerLog:
         if not pending:
             return NO_DELTAS
         if len(pending) == 1:
-            group, rows, columns, block_ids = pending[0]
-            groups = np.full(len(block_ids), group, np.int32)
-            return BlockDeltas(group=groups, row=rows, column=columns, block_id=block_ids)
+            return pending[0].as_deltas()
+        changes = [change.as_deltas() for change in pending]
         return BlockDeltas(
-            group=np.concatenate([np.full(len(change.block_ids), change.group, np.int32) for change in pending]),
-            row=np.concatenate([change.rows for change in pending]),
-            column=np.concatenate([change.columns for change in pending]),
-            block_id=np.concatenate([change.block_ids for change in pending]),
+            group=np.concatenate([change.group for change in changes]),
+            row=np.concatenate([change.row for change in changes]),
+            column=np.concatenate([change.column for change in changes]),
+            block_id=np.concatenate([change.block_id for change in changes]),
         )
 
     def take_copies(self) -> list[BlockCopy]:
@@ -86,11 +85,21 @@ class LedgerLog:
 class _Change(NamedTuple):
     """One write; a NamedTuple because one is made per decode step and a frozen dataclass costs three times as much."""
 
-    group: int
-    rows: Int32Array
-    columns: Int32Array
-    block_ids: Int32Array
+    groups: Int32Array  # [G]
+    rows: Int32Array  # [C]
+    columns: Int32Array  # [C]
+    block_ids: Int32Array  # [G, C]
+
+    def as_deltas(self) -> BlockDeltas:
+        """The same as flat arrays, group after group."""
+        num_groups, num_entries = self.block_ids.shape
+        return BlockDeltas(
+            group=np.repeat(self.groups, num_entries),
+            row=np.tile(self.rows, num_groups),
+            column=np.tile(self.columns, num_groups),
+            block_id=self.block_ids.ravel(),
+        )
 
     def without(self, row: int) -> _Change:
         keep = self.rows != row
-        return _Change(self.group, self.rows[keep], self.columns[keep], self.block_ids[keep])
+        return _Change(self.groups, self.rows[keep], self.columns[keep], self.block_ids[:, keep])

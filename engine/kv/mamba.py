@@ -14,14 +14,24 @@ import dataclasses
 
 import numpy as np
 
-from blockferry.engine.kv.group_table import GroupTable
+from blockferry.engine.kv.block_pool import NULL_BLOCK_ID
 from blockferry.engine.kv.hit_rules import Count, HitRule, Presence, Retention
 from blockferry.engine.kv.reach import cdiv
 from blockferry.engine.kv.spec import MambaSpec
-from blockferry.engine.kv.type_manager import CacheWish, DecodeDemand, Demand, GroupContext, TailWish
-from blockferry.engine.request import BoolArray, Int32Array
+from blockferry.engine.kv.table_stack import TableStack, count_up
+from blockferry.engine.kv.type_manager import (
+    CacheWish,
+    DecodeDemand,
+    Demand,
+    HitBlocks,
+    StackContext,
+    TailWish,
+    make_wish,
+)
+from blockferry.engine.request import BoolArray, Int32Array, Int64Array
 
 _NONE = -1  # column of a row that has no such column
+_NOWHERE: Int64Array = np.empty(0, np.int64)
 
 
 class StateRule:
@@ -29,6 +39,11 @@ class StateRule:
 
     Never gives one up for a draft: draft models have no recurrent layers.
     """
+
+    @property
+    def drops_blocks(self) -> bool:
+        """Blocks fall out of reach."""
+        return True
 
     @property
     def resumes_inside(self) -> bool:
@@ -95,27 +110,23 @@ class _PendingCopy:
 
 
 class MambaManager:
-    """The TypeManager of states at block boundaries."""
+    """The TypeManager of groups of states at block boundaries; all groups hold states in the same columns."""
 
-    def __init__(self, context: GroupContext, spec: MambaSpec) -> None:
-        self.rule: HitRule | None = StateRule()
-        self.group = context.group
-        self.kind = context.spec.kind
+    def __init__(self, context: StackContext, spec: MambaSpec) -> None:
+        self.groups = context.group_numbers
         self.pool = context.pool
+        self.rules: list[HitRule | None] = [StateRule() for _ in self.groups]
         self.tokens_per_block = spec.block_size
         self.is_draft = False
-        self._num_speculative = spec.num_speculative_blocks
         rows = context.rows
-        max_blocks = cdiv(rows.max_model_len, spec.block_size) + spec.num_speculative_blocks
-        self._blocks = GroupTable(context, max_blocks=max_blocks)
-        self.table, self.num_cached = self._blocks.table, self._blocks.num_cached
-        self._state_rule = StateRule()
+        self.stack = TableStack(
+            context, max_blocks=cdiv(rows.max_model_len, spec.block_size) + spec.num_speculative_blocks
+        )
+        self._rule = StateRule()
+        self._num_speculative = spec.num_speculative_blocks
         self._context = context
-        self._rows = rows
         self._has_running: BoolArray = np.zeros(rows.max_rows, np.bool_)  # its last columns are its own states
-        self._previous: Int32Array = np.full(
-            rows.max_rows, _NONE, np.int32
-        )  # column of the state before the running one
+        self._previous: Int32Array = np.full(rows.max_rows, _NONE, np.int32)  # column of the state before the running
         self._pending: dict[int, _PendingCopy] = {}
         self._fresh: set[int] = set()  # entries under which states were cached in this step
 
@@ -123,67 +134,72 @@ class MambaManager:
         """States cached before can be read from now on."""
         self._fresh.clear()
 
-    def is_deferred(self, hit_ids: Int32Array) -> bool:
+    def is_deferred(self, hits: HitBlocks) -> bool:
         """Whether the hit's state is written by a step that is still being put together."""
-        return bool(self._fresh) and len(hit_ids) > 0 and int(self.pool.entry[hit_ids[-1]]) in self._fresh
+        return bool(self._fresh) and len(hits[0]) > 0 and int(self.pool.entry[hits[0][-1]]) in self._fresh
 
     # one row
 
     def most_blocks(self, num_tokens: int) -> int:
         """Most blocks that a sequence of num_tokens ever holds at once: the running state and the one before it."""
-        return min(cdiv(num_tokens, self.tokens_per_block), 2) + self._num_speculative
+        return len(self.groups) * (min(cdiv(num_tokens, self.tokens_per_block), 2) + self._num_speculative)
 
-    def num_needed(self, row: int, demand: Demand, hit_ids: Int32Array) -> int:
-        """Free blocks that go when the row adopts hit_ids and grows: new ones, and idle ones of the hit."""
+    def num_needed(self, row: int, demand: Demand, hits: HitBlocks) -> int:
+        """Free blocks that go when the row adopts the hits and grows: new ones, and idle ones of the hits."""
         num_new = 0
-        if self._num_required(demand.num_main) > len(hit_ids) + self._blocks.num_blocks(row):
+        if self._num_required(demand.num_main) > len(hits[0]) + int(self.stack.num_blocks[row]):
             num_new = 1 if self._has_running[row] else 1 + self._num_speculative
-        if row in self._pending or self._ends_inside(demand, hit_ids):
+        if row in self._pending or self._ends_inside(demand, hits[0]):
             num_new += 1
-        return num_new + self.pool.num_idle(hit_ids)
+        return len(self.groups) * num_new + sum(self.pool.num_idle(block_ids) for block_ids in hits)
 
-    def adopt(self, row: int, demand: Demand, hit_ids: Int32Array) -> None:
-        """Start a row with a hit's state, which gets one owner more."""
-        num_skipped = max(0, self._state_rule.num_skipped(demand.num_total) // self.tokens_per_block)
-        held = hit_ids[num_skipped:]
-        self._blocks.start(row, np.concatenate([np.zeros(num_skipped, np.int32), held]))
-        if self._ends_inside(demand, held):
+    def adopt(self, row: int, demand: Demand, hits: HitBlocks) -> None:
+        """Start a row with a hit's states, which get one owner more."""
+        num_skipped = max(0, self._rule.num_skipped(demand.num_total) // self.tokens_per_block)
+        num_columns = max(num_skipped, len(hits[0]))
+        for layer, block_ids in enumerate(hits):
+            held = block_ids[num_skipped:]
+            self.pool.touch(held)
+            self.stack.write(layer, row, 0, np.zeros(num_columns - len(held), np.int32))
+            self.stack.write(layer, row, num_columns - len(held), held)
+        self.stack.num_blocks[row] = self.stack.num_cached[row] = num_columns
+        if self._ends_inside(demand, hits[0][num_skipped:]):
             column = demand.num_local // self.tokens_per_block
             self._pending[row] = _PendingCopy(column=column, is_own=False)
-            self.num_cached[row] = column
+            self.stack.num_cached[row] = column
 
     def take_external(self, row: int, demand: Demand) -> None:
         """Take a block for the state that comes from elsewhere."""
-        self._blocks.take_until(row, cdiv(demand.num_total, self.tokens_per_block))
+        num_columns = int(self.stack.num_blocks[row])
+        self._take_until(row, num_columns, cdiv(demand.num_total, self.tokens_per_block))
 
     def grow(self, row: int, demand: Demand) -> None:
         """Take the block that the running state moves to, where it leaves its block in this step."""
         num_required = self._num_required(demand.num_main)
-        num_held = self._blocks.num_blocks(row)
+        num_held = int(self.stack.num_blocks[row])
         pending = self._pending.pop(row, None)
-        if num_required <= num_held and pending is None:
-            self._has_running[row] = True
-            return
         has_running = bool(self._has_running[row])
+        self._has_running[row] = True
+        if num_required <= num_held and pending is None:
+            return
         if has_running:
             self._previous[row] = num_held - 1 - self._num_speculative
         elif num_held:
             self._previous[row] = num_held - 1
         running_column = num_required - self._num_speculative - 1
-        if num_held < running_column:
-            self._blocks.append(row, np.zeros(running_column - num_held, np.int32))
+        num_columns = max(num_held, running_column)
+        self.stack.tables[:, row, num_held:num_columns] = NULL_BLOCK_ID
         if has_running:
-            self._move_speculative(row, num_held, running_column)
+            num_columns = self._move_speculative(row, num_held, running_column, num_columns)
         if pending is not None:
             self._copy(row, pending)
-        self._blocks.take_until(row, num_required)
-        self._has_running[row] = True
+        self._take_until(row, num_columns, num_required)
 
     def skip(self, row: int, num_computed: int) -> None:
         """Free states that no token after num_computed starts from."""
-        num_held = self._blocks.num_blocks(row)
-        entries = self.table.block_ids[row]
-        column = min(self._state_rule.num_skipped(num_computed) // self.tokens_per_block, num_held) - 1
+        num_held = int(self.stack.num_blocks[row])
+        entries = self.stack.tables[0, row]
+        column = min(self._rule.num_skipped(num_computed) // self.tokens_per_block, num_held) - 1
         gone = []
         while column >= 0 and entries[column]:
             gone.append(column)
@@ -192,78 +208,83 @@ class MambaManager:
         if _NONE < previous < cdiv(num_computed, self.tokens_per_block) - 1 and entries[previous]:
             gone += [previous] if previous not in gone else []
         if gone:
-            self._blocks.free_columns(np.full(len(gone), row, np.int32), np.array(gone, np.int32))
+            rows, columns = np.full(len(gone), row, np.int32), np.array(gone, np.int32)
+            for layer in range(len(self.groups)):
+                self.stack.free_entries(layer, rows, columns)
 
-    def drop(self, row: int) -> Int32Array:
-        """Forget a row and return its blocks in table order; their owner count is untouched."""
+    def drop(self, row: int) -> list[Int32Array]:
+        """Forget a row and return its blocks per group, in table order; their owner count is untouched."""
         self._pending.pop(row, None)
         self._has_running[row] = False
         self._previous[row] = _NONE
-        return self._blocks.drop(row)
+        return self.stack.drop(row)
 
     # all decoding rows at once
 
     def num_missing_in(self, demand: DecodeDemand) -> Int32Array:
-        """Blocks that each row must take; shape [R]."""
+        """Blocks that each row must take in each of the groups; shape [R]."""
         required = (demand.num_main + (self.tokens_per_block - 1)) // self.tokens_per_block + self._num_speculative
-        missing: Int32Array = (required > self.table.num_blocks.take(demand.rows)).astype(np.int32)
-        for index in self._pending_among(demand.rows):
-            missing[index] += 1
+        missing: Int32Array = (required > self.stack.num_blocks.take(demand.rows)).astype(np.int32)
+        missing[self._pending_among(demand.rows)] += 1
         return missing
 
     def grow_in(self, demand: DecodeDemand, num_blocks: Int32Array) -> None:
-        """Take num_blocks [R], all >= 1, for the demand's rows."""
+        """Take num_blocks [R], all >= 1, in each of the groups for the demand's rows."""
         is_usual = self._has_running.take(demand.rows)
         is_usual[self._pending_among(demand.rows)] = False
         if self._num_speculative or not is_usual.all():
             for row, num_main in zip(demand.rows.tolist(), demand.num_main.tolist(), strict=True):
                 self.grow(row, Demand(num_local=num_main, num_total=num_main, num_main=num_main, num_slots=num_main))
             return
-        self._previous[demand.rows] = self.table.num_blocks.take(demand.rows) - 1
-        self._blocks.take_in(demand.rows, num_blocks)
+        self._previous[demand.rows] = self.stack.num_blocks.take(demand.rows) - 1
+        self.stack.take_in(demand.rows, num_blocks)
 
     def skip_in(self, rows: Int32Array, num_computed: Int32Array) -> None:
-        """skip() for rows [R] and num_computed [R]."""
-        table = self.table.block_ids
-        stop = (num_computed - 1) // self.tokens_per_block
-        stop = np.minimum(stop, self.table.num_blocks.take(rows))
-        before = table[rows, np.maximum(stop - 1, 0)]
+        """skip() for rows [R] and num_computed [R]; one state goes of most rows that have any to give."""
+        table = self.stack.tables[0]
+        stop = self._rule.num_skipped(num_computed) // self.tokens_per_block
+        last = np.where((stop > 0) & (stop <= self.stack.num_blocks.take(rows)), stop - 1, _NONE)
+        has_last = (last > _NONE) & (table[rows, last] != 0)
         previous = self._previous.take(rows)
-        is_passed = (previous > _NONE) & (previous < (num_computed - 1) // self.tokens_per_block)
-        is_passed &= table[rows, np.maximum(previous, 0)] != 0
-        due = (((stop > 0) & (before != 0)) | is_passed).nonzero()[0]
-        for row, num_tokens in zip(rows[due].tolist(), num_computed[due].tolist(), strict=True):
+        has_previous = (previous > _NONE) & (previous < stop) & (table[rows, previous] != 0)
+        due = (has_last | has_previous).nonzero()[0]
+        if not len(due):
+            return
+        rows, last, previous = rows[due], np.where(has_last, last, previous)[due], previous[due]
+        is_usual = ~has_previous[due] | (previous == last)
+        is_usual &= (last == 0) | (table[rows, np.maximum(last - 1, 0)] == 0)
+        for row, num_tokens in zip(rows[~is_usual].tolist(), num_computed[due][~is_usual].tolist(), strict=True):
             self.skip(row, num_tokens)
+        rows, last = rows[is_usual], last[is_usual]
+        layers = np.repeat(np.arange(len(self.groups), dtype=np.int32), len(rows))
+        self.stack.free_entries(layers, np.tile(rows, len(self.groups)), np.tile(last, len(self.groups)))
 
     # caching
 
     def wish_in(self, rows: Int32Array, num_tokens: Int32Array) -> CacheWish | None:
         """States at block boundaries among the first num_tokens [R]; counts them as cached from now on."""
         stop = num_tokens // self.tokens_per_block
-        due = (stop > self.num_cached.take(rows)).nonzero()[0]
-        wished_rows: list[Int32Array] = []
-        wished_columns: list[Int32Array] = []
-        for row, last in zip(rows[due].tolist(), stop[due].tolist(), strict=True):
-            columns = self.table.block_ids[row, self.num_cached[row] : last].nonzero()[0].astype(np.int32)
-            columns += self.num_cached[row]
-            self.num_cached[row] = last
-            kept = self._state_rule.kept_columns(
-                columns,
-                np.broadcast_to(self._context.kept_lengths[row], (len(columns), 2)),
-                tokens_per_block=self.tokens_per_block,
-                retention=self._context.retention,
-            )
-            wished_columns.append(columns if kept is None else columns[kept])
-            wished_rows.append(np.full(len(wished_columns[-1]), row, np.int32))
-        if not wished_rows:
+        first = self.stack.num_cached.take(rows)
+        counts = stop - first
+        due = (counts > 0).nonzero()[0]
+        if not len(due):
             return None
-        columns = np.concatenate(wished_columns)
-        return CacheWish(rows=np.concatenate(wished_rows), columns=columns) if len(columns) else None
+        rows, counts, columns = rows[due], counts[due], first[due]
+        self.stack.num_cached[rows] = stop[due]
+        if (counts > 1).any():
+            rows, columns = np.repeat(rows, counts), np.repeat(columns, counts) + count_up(counts)
+        block_ids = self.stack.tables[:, rows, columns]
+        kept = self._rule.kept_columns(
+            columns,
+            self._context.kept_lengths[rows],
+            tokens_per_block=self.tokens_per_block,
+            retention=self._context.retention,
+        )
+        chosen = block_ids != 0
+        return make_wish(rows, columns, block_ids, chosen if kept is None else chosen & kept)
 
-    def cache(self, wish: CacheWish, entries: Int32Array) -> None:
-        """Let the wished states be found under entries [C], from the next step on."""
-        block_ids = self.table.block_ids[wish.rows, wish.columns]
-        self.pool.cache(self.group, block_ids, entries)
+    def cached(self, entries: Int32Array) -> None:
+        """States under entries [C] can be read from the next step on."""
         self._fresh.update(entries.tolist())
 
     def wish_tail(self, row: int, num_tokens: int) -> TailWish | None:
@@ -271,43 +292,49 @@ class MambaManager:
         if num_tokens != self.last_kept_length(row) or num_tokens % self.tokens_per_block == 0:
             return None
         column = num_tokens // self.tokens_per_block
-        if column >= self._blocks.num_blocks(row) or not self.table.block_ids[row, column]:
+        if column >= self.stack.num_blocks[row] or not self.stack.tables[0, row, column]:
             return None
-        return TailWish(column=column, num_tokens=num_tokens)
+        return TailWish(layers=list(range(len(self.groups))), column=column, num_tokens=num_tokens)
+
+    def tail_cached(self, row: int, wish: TailWish, entry: int) -> None:
+        """Before the row computes on, the cache gets a copy of its running state."""
+        self._fresh.add(entry)
+        self._pending[row] = _PendingCopy(column=wish.column, is_own=True)
+        self.stack.num_cached[row] = wish.column
 
     def last_kept_length(self, row: int) -> int:
         """The last length at which a hit on the row's whole prompt can resume, were it cached."""
         hash_block_size = self._context.hash_block_size
         return int(self._context.kept_lengths[row, 0]) // hash_block_size * hash_block_size
 
-    def cache_tail(self, row: int, wish: TailWish, entry: int) -> None:
-        """Let the running state be found; before the row computes on, the cache gets a copy of it."""
-        block_id = int(self.table.block_ids[row, wish.column])
-        self.pool.cache_also(self.group, block_id, entry)
-        self._fresh.add(entry)
-        self._pending[row] = _PendingCopy(column=wish.column, is_own=True)
-        self.num_cached[row] = wish.column
-
     def _num_required(self, num_main: int) -> int:
         return cdiv(num_main, self.tokens_per_block) + self._num_speculative
 
-    def _ends_inside(self, demand: Demand, hit_ids: Int32Array) -> bool:
-        return len(hit_ids) > 0 and demand.num_local % self.tokens_per_block != 0
+    def _ends_inside(self, demand: Demand, block_ids: Int32Array) -> bool:
+        return len(block_ids) > 0 and demand.num_local % self.tokens_per_block != 0
 
-    def _pending_among(self, rows: Int32Array) -> Int32Array:
+    def _pending_among(self, rows: Int32Array) -> Int64Array:
         if not self._pending:
-            return np.empty(0, np.int32)
-        return np.isin(rows, np.fromiter(self._pending, np.int32, len(self._pending))).nonzero()[0].astype(np.int32)
+            return _NOWHERE
+        return np.isin(rows, np.fromiter(self._pending, np.int32, len(self._pending))).nonzero()[0]
+
+    def _take_until(self, row: int, first: int, stop: int) -> None:
+        for layer in range(len(self.groups)):
+            self.stack.take(layer, row, first, stop)
+        self.stack.num_blocks[row] = max(first, stop)
 
     def _copy(self, row: int, pending: _PendingCopy) -> None:
-        if pending.is_own:
-            self._fresh.add(int(self.pool.entry[self._blocks.copy_out(row, pending.column)]))
-        else:
-            self._blocks.make_private(row, pending.column)
+        for layer in range(len(self.groups)):
+            if pending.is_own:
+                self._fresh.add(int(self.pool.entry[self.stack.copy_out(layer, row, pending.column)]))
+            else:
+                self.stack.make_private(layer, row, pending.column)
 
-    def _move_speculative(self, row: int, num_held: int, running_column: int) -> None:
-        """Speculative states are scratch: those before the running column move behind it."""
+    def _move_speculative(self, row: int, num_held: int, running_column: int, num_columns: int) -> int:
+        """Speculative states are scratch: those before the running column move behind it; returns the columns then."""
         for column in range(num_held - self._num_speculative, min(num_held, running_column)):
-            block_id = self.table.block_ids[row, column]
-            self._blocks.append(row, np.array([block_id], np.int32))
-            self._blocks.put(row, column, 0)
+            for layer in range(len(self.groups)):
+                self.stack.write(layer, row, num_columns, self.stack.tables[layer, row, column : column + 1].copy())
+            self.stack.tables[:, row, column] = NULL_BLOCK_ID
+            num_columns += 1
+        return num_columns

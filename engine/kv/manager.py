@@ -82,9 +82,9 @@ class KVCacheManager:
         self._options = options
         self._rows = rows
         self._events = events
-        self._log, self._index, self._pools = parts.log, parts.index, parts.pools
+        self._log, self._index, self._pools = parts.shared.log, parts.index, parts.shared.pools
         self._coordinator, self._search, self._cacher = parts.coordinator, parts.search, parts.cacher
-        self._kept_lengths, self._kept_states = parts.kept_lengths, parts.kept_states
+        self._kept_lengths, self._kept_states = parts.shared.kept_lengths, parts.shared.kept_states
         self._replay_shift = parts.replay_shift
         self.num_usable_blocks = self._pools.num_usable
         self._num_watermark_blocks = int(options.watermark * config.num_blocks)
@@ -151,6 +151,7 @@ class KVCacheManager:
         self._hashes[row] = hashes
         self._digests[row] = hashes.digests
         self._next_plain[row] = hashes.next_plain
+        self._cacher.start_row(row)
         num_prompt_tokens = int(self._rows.num_prompt_tokens[row])
         self._kept_lengths[row] = max(0, num_prompt_tokens - 1), 0
         self._kept_states[row] = max(0, num_prompt_tokens - self._replay_shift), 0
@@ -222,11 +223,11 @@ class KVCacheManager:
 
     def num_blocks(self, row: int, group: int = 0) -> int:
         """Columns of the row's table in a group, null ones included."""
-        return int(self._coordinator.managers[group].table.num_blocks[row])
+        return self._coordinator.num_blocks(row, group)
 
     def block_ids(self, row: int, group: int = 0) -> Int32Array:
         """The row's blocks in a group, shape [num_blocks], null ones 0; the caller's copy."""
-        return self._coordinator.managers[group].table.row(row).copy()
+        return self._coordinator.block_ids(row, group)
 
     def free(self, row: int) -> None:
         """End a row: its blocks go back, the last one first. Hashed ones stay findable until reused."""
@@ -235,8 +236,7 @@ class KVCacheManager:
 
     def pop_blocks_for_free(self, row: int) -> tuple[Int32Array, ...]:
         """End a row but keep its blocks held, per group; the caller gives exactly these to release() later."""
-        dropped = [manager.drop(row) for manager in self._coordinator.managers]
-        held = tuple(block_ids[block_ids != NULL_BLOCK_ID] for block_ids in dropped)
+        held = tuple(block_ids[block_ids != NULL_BLOCK_ID] for block_ids in self._coordinator.drop(row))
         for group, block_ids in enumerate(held):
             self._popped[self._pools.pool_of(group)][block_ids] += 1
         self._forget(row)

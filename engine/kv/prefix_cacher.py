@@ -1,7 +1,7 @@
 """Caching: makes the full blocks of rows findable, in all groups at once.
 
 Groups that fill the same tokens share one entry of the index, so that hashes are looked up once however many groups
-there are. Owns nothing; which blocks are worth caching is the type managers' to say.
+there are. Owns how far each row was cached; which blocks are worth caching is the type managers' to say.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from blockferry.engine.kv.announcer import Announcer
+from blockferry.engine.kv.hit_search import CacheSizes
 from blockferry.engine.kv.prefix_index import PrefixIndex
 from blockferry.engine.kv.type_manager import CacheWish, TypeManager
 from blockferry.engine.request import Int32Array, Int64Array
@@ -23,7 +24,7 @@ _ROW_SHIFT = 32
 class _Wish:
     manager: TypeManager
     blocks: CacheWish
-    keys: Int64Array  # row << _ROW_SHIFT | number of the hash block that the block ends with
+    numbers: Int32Array  # of the hash block that each column ends with
 
 
 class PrefixCacher:
@@ -33,50 +34,44 @@ class PrefixCacher:
         self,
         managers: Sequence[TypeManager],
         index: PrefixIndex,
+        sizes: CacheSizes,
         *,
-        hash_block_size: int,
-        alignment: int,
+        max_rows: int,
         announcer: Announcer | None,
     ) -> None:
-        """Alignment: hits have multiples of it, so blocks beyond the last one are not worth caching yet."""
-        self._managers = [manager for manager in managers if manager.rule is not None]
+        self._managers = [manager for manager in managers if any(rule is not None for rule in manager.rules)]
+        self._group_numbers = {id(manager): np.array(manager.groups, np.int32) for manager in self._managers}
         self._index = index
-        self._hash_block_size = hash_block_size
-        self._alignment = alignment
+        self._sizes = sizes
         self._announcer = announcer
-        self._finest = min([manager.tokens_per_block for manager in self._managers], default=0)
+        self._finest = np.int32(min([manager.tokens_per_block for manager in self._managers], default=1))
+        self._next_due: Int32Array = np.zeros(max_rows, np.int32)  # tokens from which on a row is worth asking about
 
-    def is_due(self, rows: Int32Array, num_tokens: Int32Array) -> Int32Array:
-        """Indices of those of rows [R] that have something to cache among their first num_tokens [R]."""
-        due = np.zeros(len(rows), np.bool_)
-        for manager in self._managers:
-            due |= self._limits(manager, num_tokens) >= (manager.num_cached.take(rows) + np.int32(1)) * np.int32(
-                manager.tokens_per_block
-            )
-        indices: Int32Array = due.nonzero()[0].astype(np.int32)
-        return indices
+    def start_row(self, row: int) -> None:
+        """Nothing of the row is cached yet."""
+        self._next_due[row] = 0
+
+    def is_due(self, rows: Int32Array, num_tokens: Int32Array) -> Int64Array:
+        """Indices of those of rows [R] that may have something to cache among their first num_tokens [R]."""
+        return (num_tokens >= self._next_due.take(rows)).nonzero()[0]
 
     def cache_in(self, rows: Int32Array, num_tokens: Int32Array, chains: Sequence[Sequence[bytes]]) -> None:
         """Cache the full blocks among the first num_tokens [R] of rows [R]; their hashes are known."""
+        self._next_due[rows] = (num_tokens // self._finest + np.int32(1)) * self._finest
         wishes: list[_Wish] = []
         for manager in self._managers:
             blocks = manager.wish_in(rows, self._limits(manager, num_tokens))
             if blocks is not None:
-                step = manager.tokens_per_block // self._hash_block_size
-                ends = (blocks.columns.astype(np.int64) + 1) * step - 1
-                wishes.append(
-                    _Wish(manager=manager, blocks=blocks, keys=ends | (blocks.rows.astype(np.int64) << _ROW_SHIFT))
-                )
+                step = manager.tokens_per_block // self._sizes.hash_block_size
+                wishes.append(_Wish(manager=manager, blocks=blocks, numbers=(blocks.columns + 1) * step - 1))
         if not wishes:
             return
-        keys = wishes[0].keys
-        is_same = [len(wish.keys) == len(keys) and bool((wish.keys == keys).all()) for wish in wishes]
-        if not all(is_same):
-            keys = np.unique(np.concatenate([wish.keys for wish in wishes]))
-        entries = self._obtain(keys, chains)
-        for wish in wishes:
-            mine = entries if all(is_same) else entries[np.searchsorted(keys, wish.keys)]
-            wish.manager.cache(wish.blocks, mine)
+        if _are_alike(wishes):
+            entries = [self._obtain(wishes[0].blocks.rows, wishes[0].numbers, chains)] * len(wishes)
+        else:
+            entries = self._obtain_each(wishes, chains)
+        for wish, mine in zip(wishes, entries, strict=True):
+            self._cache(wish, mine)
             if self._announcer is not None:
                 self._announcer.announce(wish.manager, wish.blocks, chains)
 
@@ -87,26 +82,64 @@ class PrefixCacher:
             wish = manager.wish_tail(row, int(self._limits(manager, np.array([num_tokens], np.int32))[0]))
             if wish is None:
                 continue
-            number = wish.num_tokens // self._hash_block_size - 1
+            number = wish.num_tokens // self._sizes.hash_block_size - 1
             if number >= len(chains[row]):
                 continue
             entry = int(self._index.obtain([chains[row][number]])[0])
-            block_id = int(manager.table.block_ids[row, wish.column])
-            if self._index.carries(manager.group, entry, block_id):
-                continue
-            manager.cache_tail(row, wish, entry)
+            layers = [layer for layer in wish.layers if self._cache_tail(manager, layer, row, wish.column, entry)]
+            if layers:
+                manager.tail_cached(row, wish, entry)
             if self._announcer is not None:
-                self._announcer.announce_tail(manager, row, wish, chains[row])
+                for layer in layers:
+                    self._announcer.announce_tail(manager, layer, row, wish, chains[row])
 
     def _limits(self, manager: TypeManager, num_tokens: Int32Array) -> Int32Array:
         """Tokens of each row whose blocks can serve a hit: a draft group's hits need one block more."""
-        aligned = num_tokens // self._alignment * self._alignment
-        if self._alignment == self._hash_block_size:
-            aligned = num_tokens
+        alignment = self._sizes.alignment
+        aligned = num_tokens
+        if alignment != self._sizes.hash_block_size:
+            aligned = num_tokens // alignment * alignment
         if not manager.is_draft:
             return aligned
         return np.where(aligned > 0, np.minimum(num_tokens, aligned + manager.tokens_per_block), 0)
 
-    def _obtain(self, keys: Int64Array, chains: Sequence[Sequence[bytes]]) -> Int32Array:
-        rows, numbers = (keys >> _ROW_SHIFT).tolist(), (keys & 0xFFFFFFFF).tolist()
-        return self._index.obtain([chains[row][number] for row, number in zip(rows, numbers, strict=True)])
+    def _obtain(self, rows: Int32Array, numbers: Int32Array, chains: Sequence[Sequence[bytes]]) -> Int32Array:
+        return self._index.obtain([chains[row][number] for row, number in zip(rows.tolist(), numbers.tolist())])
+
+    def _obtain_each(self, wishes: Sequence[_Wish], chains: Sequence[Sequence[bytes]]) -> list[Int32Array]:
+        """Entries of wishes that differ; those that they share are looked up once."""
+        keys = [wish.blocks.rows.astype(np.int64) << _ROW_SHIFT | wish.numbers for wish in wishes]
+        distinct = np.unique(np.concatenate(keys))
+        entries = self._obtain(
+            (distinct >> _ROW_SHIFT).astype(np.int32), (distinct & 0xFFFFFFFF).astype(np.int32), chains
+        )
+        return [entries[np.searchsorted(distinct, mine)] for mine in keys]
+
+    def _cache(self, wish: _Wish, entries: Int32Array) -> None:
+        groups, blocks = self._group_numbers[id(wish.manager)], wish.blocks
+        if blocks.chosen is None:
+            num_columns = len(entries)
+            groups, entries_each = np.repeat(groups, num_columns), np.tile(entries, len(groups))
+            wish.manager.pool.cache(groups, blocks.block_ids.ravel(), entries_each)
+        else:
+            layers, columns = blocks.chosen.nonzero()
+            wish.manager.pool.cache(groups[layers], blocks.block_ids[layers, columns], entries[columns])
+        wish.manager.cached(entries)
+
+    def _cache_tail(self, manager: TypeManager, layer: int, row: int, column: int, entry: int) -> bool:
+        """Let one tail be found; False if it is already."""
+        group, block_id = manager.groups[layer], int(manager.stack.tables[layer, row, column])
+        if self._index.carries(group, entry, block_id):
+            return False
+        manager.pool.cache_also(group, block_id, entry)
+        return True
+
+
+def _are_alike(wishes: Sequence[_Wish]) -> bool:
+    """Whether all want the same hashes, as types with one block size do."""
+    first = wishes[0]
+    return all(
+        len(wish.numbers) == len(first.numbers)
+        and bool((wish.numbers == first.numbers).all() and (wish.blocks.rows == first.blocks.rows).all())
+        for wish in wishes[1:]
+    )

@@ -17,6 +17,9 @@ NO_ENTRY = 0
 """Entry of a hash that no block carries; its blocks are all null."""
 
 
+_GROUP_SHIFT = 16
+
+
 class PrefixIndex:
     """Entries: one per hash, with one block per group. Mutated by its BlockPool only.
 
@@ -76,20 +79,17 @@ class PrefixIndex:
         assert digest is not None, entry
         return digest
 
-    def add(self, group: int, entries: Int32Array, block_ids: Int32Array) -> None:
-        """Let each block be found under its entry; no block twice under one."""
-        column = self.blocks[:, group]
-        is_first = column[entries] == 0
-        if is_first.all():
-            column[entries] = block_ids
-            self.num_keys += len(entries)
-            if len(entries) > 1 and not (column[entries] == block_ids).all():  # one hash twice in the batch
-                self._add_again(group, entries, block_ids)
-            return
-        fresh = entries[is_first]
-        self.add(group, fresh, block_ids[is_first])
-        for entry, block_id in zip(entries[~is_first].tolist(), block_ids[~is_first].tolist(), strict=True):
-            self._others.setdefault((entry, group), []).append(block_id)
+    def add(self, groups: Int32Array, entries: Int32Array, block_ids: Int32Array) -> None:
+        """Let each block [N] of a group [N] be found under its entry [N]; no block twice under one."""
+        is_first = self.blocks[entries, groups] == 0
+        if not is_first.all():
+            later = ~is_first
+            self._add_others(groups[later], entries[later], block_ids[later])
+            groups, entries, block_ids = groups[is_first], entries[is_first], block_ids[is_first]
+        self.blocks[entries, groups] = block_ids
+        self.num_keys += len(entries)
+        if len(entries) > 1 and not (self.blocks[entries, groups] == block_ids).all():  # one hash twice in the batch
+            self._add_again(groups, entries, block_ids)
 
     def remove(self, group: int, entry: int, block_id: int) -> None:
         """Forget one carrier of an entry; others stay findable, and an entry without any goes."""
@@ -155,12 +155,15 @@ class PrefixIndex:
             self._digests[entry] = None
             self._unused.append(entry)
 
-    def _add_again(self, group: int, entries: Int32Array, block_ids: Int32Array) -> None:
+    def _add_again(self, groups: Int32Array, entries: Int32Array, block_ids: Int32Array) -> None:
         """Undo what add() wrote over itself: the first block of each hash is found, further ones follow in order."""
-        _, first = np.unique(entries, return_index=True)
-        self.blocks[entries[first], group] = block_ids[first]
+        _, first = np.unique(entries.astype(np.int64) << _GROUP_SHIFT | groups, return_index=True)
+        self.blocks[entries[first], groups[first]] = block_ids[first]
         is_later: BoolArray = np.ones(len(entries), np.bool_)
         is_later[first] = False
         self.num_keys -= int(np.count_nonzero(is_later))
-        for entry, block_id in zip(entries[is_later].tolist(), block_ids[is_later].tolist(), strict=True):
+        self._add_others(groups[is_later], entries[is_later], block_ids[is_later])
+
+    def _add_others(self, groups: Int32Array, entries: Int32Array, block_ids: Int32Array) -> None:
+        for group, entry, block_id in zip(groups.tolist(), entries.tolist(), block_ids.tolist(), strict=True):
             self._others.setdefault((entry, group), []).append(block_id)

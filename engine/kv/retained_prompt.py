@@ -21,6 +21,11 @@ class RetainedPromptRule:
     full: FullRule
 
     @property
+    def drops_blocks(self) -> bool:
+        """Blocks fall out of reach."""
+        return True
+
+    @property
     def resumes_inside(self) -> bool:
         """A block serves any head of its tokens."""
         return True

@@ -9,62 +9,64 @@ from collections.abc import Callable
 
 import numpy as np
 
-from blockferry.engine.kv.group_table import GroupTable
 from blockferry.engine.kv.hit_rules import HitRule
-from blockferry.engine.kv.type_manager import CacheWish, DecodeDemand, Demand, GroupContext, TailWish
+from blockferry.engine.kv.table_stack import TableStack
+from blockferry.engine.kv.type_manager import DecodeDemand, Demand, HitBlocks, StackContext, TailWish
 from blockferry.engine.request import Int32Array
 
 
 class SingleTakeManager:
     """The TypeManager of such a group; num_blocks_of says how many blocks a first allocation takes."""
 
-    def __init__(self, context: GroupContext, num_blocks_of: Callable[[Demand], int]) -> None:
-        self.rule: HitRule | None = None
-        self.group = context.group
-        self.kind = context.spec.kind
+    def __init__(self, context: StackContext, num_blocks_of: Callable[[Demand], int]) -> None:
+        self.groups = context.group_numbers
         self.pool = context.pool
-        self.tokens_per_block = context.spec.tokens_per_block
+        self.rules: list[HitRule | None] = [None for _ in self.groups]
+        self.tokens_per_block = context.tokens_per_block
         self.is_draft = False
-        self._max_held = context.spec.max_admission_blocks_per_request(context.limits)
-        self._blocks = GroupTable(context, max_blocks=max(1, self._max_held))
-        self.table, self.num_cached = self._blocks.table, self._blocks.num_cached
+        self._max_held = context.groups[0].spec.max_admission_blocks_per_request(context.limits)
+        self.stack = TableStack(context, max_blocks=max(1, self._max_held))
         self._num_blocks_of = num_blocks_of
 
     def start_step(self) -> None:
         """Nothing is shared, so nothing to do."""
 
-    def is_deferred(self, hit_ids: Int32Array) -> bool:
+    def is_deferred(self, hits: HitBlocks) -> bool:
         """There are no hits."""
-        assert not len(hit_ids), hit_ids
+        assert not any(map(len, hits)), hits
         return False
 
     def most_blocks(self, num_tokens: int) -> int:
         """Most blocks that a sequence ever holds at once."""
         del num_tokens
-        return self._max_held
+        return len(self.groups) * self._max_held
 
-    def num_needed(self, row: int, demand: Demand, hit_ids: Int32Array) -> int:
+    def num_needed(self, row: int, demand: Demand, hits: HitBlocks) -> int:
         """What the first allocation takes; afterwards nothing."""
-        assert not len(hit_ids), hit_ids
-        return max(0, self._num_blocks_of(demand) - self._blocks.num_blocks(row))
+        assert not any(map(len, hits)), hits
+        return len(self.groups) * max(0, self._num_blocks_of(demand) - int(self.stack.num_blocks[row]))
 
-    def adopt(self, row: int, demand: Demand, hit_ids: Int32Array) -> None:
+    def adopt(self, row: int, demand: Demand, hits: HitBlocks) -> None:
         """There are no hits."""
-        assert not len(hit_ids), (row, demand, hit_ids)
+        assert not any(map(len, hits)), (row, demand, hits)
 
     def take_external(self, row: int, demand: Demand) -> None:
         """grow() takes everything."""
 
     def grow(self, row: int, demand: Demand) -> None:
         """Take what the row lacks."""
-        self._blocks.take_until(row, self._num_blocks_of(demand))
+        num_held = int(self.stack.num_blocks[row])
+        num_blocks = max(num_held, self._num_blocks_of(demand))
+        for layer in range(len(self.groups)):
+            self.stack.take(layer, row, num_held, num_blocks)
+        self.stack.num_blocks[row] = num_blocks
 
     def skip(self, row: int, num_computed: int) -> None:
         """Nothing goes before the sequence ends."""
 
-    def drop(self, row: int) -> Int32Array:
-        """Forget a row and return its blocks in table order; their owner count is untouched."""
-        return self._blocks.drop(row)
+    def drop(self, row: int) -> list[Int32Array]:
+        """Forget a row and return its blocks per group, in table order; their owner count is untouched."""
+        return self.stack.drop(row)
 
     def num_missing_in(self, demand: DecodeDemand) -> Int32Array:
         """None."""
@@ -81,14 +83,14 @@ class SingleTakeManager:
         """Nothing is shared."""
         del rows, num_tokens
 
-    def cache(self, wish: CacheWish, entries: Int32Array) -> None:
+    def cached(self, entries: Int32Array) -> None:
         """Never wished for."""
-        raise AssertionError((wish, entries))
+        raise AssertionError(entries)
 
     def wish_tail(self, row: int, num_tokens: int) -> None:
         """Nothing is shared."""
         del row, num_tokens
 
-    def cache_tail(self, row: int, wish: TailWish, entry: int) -> None:
+    def tail_cached(self, row: int, wish: TailWish, entry: int) -> None:
         """Never wished for."""
         raise AssertionError((row, wish, entry))

@@ -23,6 +23,11 @@ class WindowRule:
     reach: WindowReach
 
     @property
+    def drops_blocks(self) -> bool:
+        """Blocks fall out of reach."""
+        return True
+
+    @property
     def resumes_inside(self) -> bool:
         """Hits are whole blocks."""
         return False

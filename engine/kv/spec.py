@@ -20,6 +20,7 @@ from blockferry.engine.kv.reach import (
     Reach,
     SequenceLimits,
     SpecKind,
+    WindowReach,
     cdiv,
 )
 from blockferry.engine.kv.state_spec import MambaMode, MambaSpec, ScratchRingSpec
@@ -354,3 +355,16 @@ class KVCacheConfig:
             )
         if not self.groups:
             raise ValueError("a KV cache needs at least one group")
+
+
+def one_layer(spec: KVCacheSpec) -> KVCacheSpec:
+    """The spec that says how all layers of a group behave."""
+    return spec.layer_specs[0] if isinstance(spec, UniformTypeSpec) else spec
+
+
+def window_of(spec: KVCacheSpec) -> int | None:
+    """Tokens of a sliding window; None where the type has none."""
+    spec = one_layer(spec)
+    if isinstance(spec, AttentionSpec) and isinstance(spec.reach, WindowReach):
+        return spec.reach.window
+    return None

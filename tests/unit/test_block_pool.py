@@ -18,7 +18,7 @@ def make(num_blocks: int, *, num_groups: int = 1, events: EventLog | None = None
 
 
 def cache(pool: BlockPool, group: int, block_ids: Int32Array, digests: list[bytes]) -> None:
-    pool.cache(group, block_ids, pool.index.obtain(digests))
+    pool.cache(np.full(len(block_ids), group, np.int32), block_ids, pool.index.obtain(digests))
 
 
 def found(pool: BlockPool, *digests: bytes, group: int = 0) -> list[int]:

@@ -36,8 +36,8 @@ def test_cleared_row_holds_nothing() -> None:
 
 def test_taken_deltas_are_in_order_and_taken_once() -> None:
     log = LedgerLog()
-    log.add(0, ints(1, 1), ints(0, 1), ints(5, 6))
-    log.add(1, ints(2), ints(0), ints(7))
+    log.add(ints(0), ints(1, 1), ints(0, 1), ints(5, 6))
+    log.add(ints(1), ints(2), ints(0), ints(7))
     deltas = log.take()
     assert deltas.group.tolist() == [0, 0, 1]
     assert deltas.row.tolist() == [1, 1, 2]
@@ -46,9 +46,17 @@ def test_taken_deltas_are_in_order_and_taken_once() -> None:
     assert log.take() is NO_DELTAS
 
 
+def test_groups_that_change_alike_are_logged_as_one() -> None:
+    log = LedgerLog()
+    log.add(ints(0, 2), ints(5, 6), ints(1, 1), np.array([[7, 8], [9, 10]], np.int32))
+    log.forget(6)
+    deltas = log.take()
+    assert [deltas.group.tolist(), deltas.row.tolist(), deltas.block_id.tolist()] == [[0, 2], [5, 5], [7, 9]]
+
+
 def test_freed_row_leaves_no_pending_deltas() -> None:
     log = LedgerLog()
-    log.add(0, ints(1, 2), ints(0, 0), ints(5, 6))
+    log.add(ints(0), ints(1, 2), ints(0, 0), ints(5, 6))
     log.forget(1)
     assert log.take().row.tolist() == [2]
 
@@ -57,7 +65,7 @@ def test_deltas_rebuild_the_table_elsewhere() -> None:
     log, here, there = LedgerLog(), BlockTable(max_rows=2, max_blocks=3), BlockTable(max_rows=2, max_blocks=3)
     for rows, columns, block_ids in [(ints(0, 1), ints(0, 0), ints(4, 5)), (ints(1, 1), ints(1, 2), ints(6, 7))]:
         here.set(rows, columns, block_ids)
-        log.add(0, rows, columns, block_ids)
+        log.add(ints(0), rows, columns, block_ids)
     deltas = log.take()
     there.set(deltas.row, deltas.column, deltas.block_id)
     assert [there.row(row).tolist() for row in (0, 1)] == [here.row(row).tolist() for row in (0, 1)]
