@@ -27,7 +27,7 @@ class PrefixHit:
 
     num_tokens: int
     block_ids: tuple[Int32Array, ...]  # per group, one entry per block, null where none is needed
-    junction: int = 0  # tokens: a longer prefix that the first group holds and another has not kept; 0: none
+    junction: int = 0  # tokens: a longer prefix that groups like the first hold and another has not kept; 0: none
     num_drops: int = 0  # of the index, when it was found
 
 
@@ -44,9 +44,14 @@ class SearchGroup:
     """Cache groups that need the same of a hit, always asked together."""
 
     groups: tuple[int, ...]
+    spec: KVCacheSpec
     rule: HitRule
-    tokens_per_block: int
     is_draft: bool
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Tokens that one block of each group stands for."""
+        return self.spec.tokens_per_block
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,24 +61,19 @@ class _Found:
 
 
 def search_groups(groups: Sequence[KVCacheGroup], managers: Sequence[TypeManager]) -> list[SearchGroup]:
-    """Groups that can be asked, those with equal specs as one; full attention first, as it bounds all others."""
+    """Groups that can be asked, those that need the same as one; full attention first, as it bounds all others."""
     rules = {
         group: rule for manager in managers for group, rule in zip(manager.groups, manager.rules, strict=True) if rule
     }
-    together: dict[KVCacheSpec, list[int]] = {}
+    together: dict[tuple[KVCacheSpec, bool], list[int]] = {}
     for number, group in enumerate(groups):
         if number in rules and group.spec.prefix_cacheable:
-            together.setdefault(group.spec, []).append(number)
+            together.setdefault((group.spec, group.is_draft), []).append(number)
     found = [
-        SearchGroup(
-            groups=tuple(numbers),
-            rule=rules[numbers[0]],
-            tokens_per_block=spec.tokens_per_block,
-            is_draft=any(groups[number].is_draft for number in numbers),
-        )
-        for spec, numbers in together.items()
+        SearchGroup(groups=tuple(numbers), spec=spec, rule=rules[numbers[0]], is_draft=is_draft)
+        for (spec, is_draft), numbers in together.items()
     ]
-    return sorted(found, key=lambda group: (not isinstance(group.rule, FullRule), not group.is_draft))
+    return sorted(found, key=lambda group: not isinstance(group.rule, FullRule))
 
 
 class HitSearch:
@@ -103,10 +103,10 @@ class HitSearch:
         lengths = np.arange(0, max_tokens + 1, self._alignment, dtype=np.int32)
         found = [_Found(group=group, presence=self._presence(group, entries, max_tokens)) for group in self._groups]
         asked = [one for one in found if one.group in self._asked]
-        can_end = asked[0].group.rule.can_end(asked[0].presence, lengths)
+        spec = asked[0].group.spec
+        can_end = _can_all_end([one for one in asked if one.group.spec == spec], lengths)
         longest_first = int(lengths[can_end.nonzero()[0][-1]])
-        for one in asked[1:]:
-            can_end &= one.group.rule.can_end(one.presence, lengths)
+        can_end &= _can_all_end([one for one in asked if one.group.spec != spec], lengths)
         num_tokens = int(lengths[can_end.nonzero()[0][-1]])
         block_ids = [NO_BLOCKS] * self._num_groups
         if num_tokens:
@@ -121,16 +121,20 @@ class HitSearch:
         )
 
     def _find_entries(self, chain: Sequence[bytes], max_tokens: int) -> Int32Array:
-        """Entries of the hash blocks that can matter: up to the first block that full attention lacks."""
+        """Entries of the hash blocks that can matter: up to the first block that full attention lacks.
+
+        And those that a draft computes again after that, which full attention need not hold.
+        """
         first = self._asked[0]
-        max_tokens += max(self._num_draft_tokens(group) for group in self._asked)
+        num_draft_tokens = max(self._num_draft_tokens(group) for group in self._asked)
+        stop = (max_tokens + num_draft_tokens) // self._hash_block_size
         if isinstance(first.rule, FullRule):
             step = first.tokens_per_block // self._hash_block_size
-            if step == 1:
-                return self._index.find_run(chain[: max_tokens // self._hash_block_size])
-            run = self._index.find_run(chain[step - 1 : max_tokens // self._hash_block_size : step])
-            max_tokens = min(max_tokens, (len(run) + 1) * first.tokens_per_block)
-        return self._index.find(chain[: max_tokens // self._hash_block_size])
+            run = self._index.find_run(chain[step - 1 : stop : step])
+            if step == 1 and num_draft_tokens <= self._hash_block_size:
+                return run
+            stop = min(stop, (len(run) + 1) * step + num_draft_tokens // self._hash_block_size)
+        return self._index.find(chain[:stop])
 
     def _num_draft_tokens(self, group: SearchGroup) -> int:
         """Tokens past the end of a hit that a draft group must hold too, as they are computed again."""
@@ -171,3 +175,10 @@ class HitSearch:
             length = group.rule.tail_length(found.presence, num_tokens)
             block_ids[-1] = self._index.blocks[entries[length // self._hash_block_size - 1], member]
         return block_ids
+
+
+def _can_all_end(found: Sequence[_Found], lengths: Int32Array) -> BoolArray:
+    can_end: BoolArray = np.ones(len(lengths), np.bool_)
+    for one in found:
+        can_end &= one.group.rule.can_end(one.presence, lengths)
+    return can_end

@@ -1,0 +1,60 @@
+"""The longest hit is the true maximum for any mix of cache types: against an oracle that tries every length."""
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.kv_configs import random_config
+from support.kv_history import CacheHistory, Prompt, random_prompt
+from support.kv_oracle import Cached, OracleHit
+
+from blockferry.engine.kv.assembly import LedgerOptions
+from blockferry.engine.kv.groups import hit_alignment
+from blockferry.engine.kv.hit_search import PrefixHit
+
+
+def history_of(rng: random.Random) -> CacheHistory:
+    config = random_config(rng)
+    num_lookahead = rng.choice((0, 0, 0, 1, 3))
+    if hit_alignment(config.groups, config.hash_block_size) == config.hash_block_size:
+        num_lookahead = 0
+    history = CacheHistory(config, LedgerOptions(num_hash_lookahead_tokens=num_lookahead), rng)
+    history.play(rng.randint(1, 7))
+    return history
+
+
+def questions(history: CacheHistory, rng: random.Random) -> list[Prompt]:
+    """What was served, heads of it, continuations of it, and strangers."""
+    asked = [*history.prompts, *history.running.values(), random_prompt(rng)]
+    asked += [Prompt(salt=one.salt, tokens=one.tokens[: rng.randint(1, len(one.tokens))]) for one in asked]
+    return asked + [Prompt(salt=one.salt, tokens=one.tokens + [0] * 9) for one in asked[:3]]
+
+
+def check_blocks(history: CacheHistory, prompt: Prompt, found: PrefixHit, wanted: OracleHit) -> None:
+    """Every block that is needed, under the right tokens of the right group, and null everywhere else."""
+    for group, needs in enumerate(wanted.needs):
+        block_ids = found.block_ids[group].tolist()
+        held = {need.column: need.lengths for need in needs}
+        assert {column for column, block_id in enumerate(block_ids) if block_id} == set(held), (group, block_ids)
+        for column, lengths in held.items():
+            fitting = {(group, history.oracle.prefix(prompt.salt, prompt.tokens, length)) for length in lengths}
+            assert history.prefixes_of(block_ids[column]) & fitting, (group, column)
+        if held:
+            assert len(block_ids) == -(-found.num_tokens // history.config.groups[group].spec.tokens_per_block)
+
+
+def check_lookup(history: CacheHistory, prompt: Prompt, cached: Cached) -> OracleHit:
+    wanted = history.oracle.longest(prompt.salt, prompt.tokens, cached)
+    found = history.kv.lookup(history.hashes(prompt), len(prompt.tokens))
+    assert found.num_tokens == wanted.num_tokens, (prompt, history.config.groups)
+    check_blocks(history, prompt, found, wanted)
+    return wanted
+
+
+@settings(max_examples=150, deadline=None)
+@given(rng=st.randoms(use_true_random=False))
+def test_hit_is_the_longest_that_every_group_agrees_to(rng: random.Random) -> None:
+    history = history_of(rng)
+    cached = history.cached()
+    for prompt in questions(history, rng):
+        check_lookup(history, prompt, cached)
