@@ -17,7 +17,7 @@ import numpy as np
 
 from blockferry.engine.kv.events import BlockRemoved, EventLog
 from blockferry.engine.kv.free_queue import FreeQueue
-from blockferry.engine.kv.prefix_index import NO_ENTRY, PrefixIndex
+from blockferry.engine.kv.prefix_index import NO_ENTRY, Entries, PrefixIndex
 from blockferry.engine.request import BoolArray, Int32Array
 
 NULL_BLOCK_ID = 0
@@ -38,6 +38,7 @@ class BlockPool:
         self.hash_group = np.zeros(num_blocks, np.int16)  # group of the hash, where there is one
         self.further: dict[int, list[int]] = {}  # further entries of a block, in order
         self.queue = FreeQueue(num_blocks)
+        self._places: Int32Array = np.empty(num_blocks, np.int32)  # scratch of _has_repeats
         self.index = index
         self.num_evicted = 0  # hashed blocks reused for something else, ever
         self.events = events
@@ -80,25 +81,28 @@ class BlockPool:
         Blocks without owners become free: those without a hash are reused first, hashed ones last.
         """
         block_ids = block_ids[block_ids != NULL_BLOCK_ID]
-        np.subtract.at(self.ref_cnt, block_ids, 1)
-        ref_cnt = self.ref_cnt[block_ids]
+        ref_cnt = self.ref_cnt[block_ids] - np.int32(1)
+        self.ref_cnt[block_ids] = ref_cnt
+        if self._has_repeats(block_ids):
+            ref_cnt = self._drop_owners_again(block_ids)
         assert (ref_cnt >= 0).all(), block_ids[ref_cnt < 0]
         idle = block_ids[ref_cnt == 0]
-        if len(idle) > 1:
-            idle = _without_repeats(idle)
         has_hash = self.entry[idle] != NO_ENTRY
         self.queue.push_front(idle[~has_hash])
         self.queue.push_back(idle[has_hash])
 
-    def cache(self, groups: Int32Array, block_ids: Int32Array, entries: Int32Array) -> None:
-        """Let these held blocks [N] of groups [N] be found under entries [N], and still under those of their heads."""
+    def cache(self, groups: Int32Array, block_ids: Int32Array, entries: Entries) -> None:
+        """Let held blocks [N] of groups ([N] or [1]) be found under entries [N], and still under their heads' ones."""
         before = self.entry[block_ids]
         if before.any():
             for block_id in block_ids[before != NO_ENTRY].tolist():
                 self.further.setdefault(block_id, []).insert(0, int(self.entry[block_id]))
         self.hash_group[block_ids] = groups
-        self.entry[block_ids] = entries
-        self.index.add(groups, entries, block_ids)
+        self.entry[block_ids] = entries.ids
+        if entries.are_fresh:
+            self.index.add_to_fresh(groups, entries.ids, block_ids)
+        else:
+            self.index.add(groups, entries.ids, block_ids)
 
     def cache_also(self, group: int, block_id: int, entry: int) -> None:
         """Let a held block be found under one more entry."""
@@ -139,10 +143,21 @@ class BlockPool:
         self.entry[:] = NO_ENTRY
         self.further.clear()
 
+    def _has_repeats(self, block_ids: Int32Array) -> bool:
+        """Whether an id comes twice. Cost: two passes over block_ids."""
+        places = np.arange(len(block_ids), dtype=np.int32)
+        self._places[block_ids] = places
+        return not bool((self._places[block_ids] == places).all())
+
+    def _drop_owners_again(self, block_ids: Int32Array) -> Int32Array:
+        """Owners left, per id, after free() has dropped but one of those that come twice; 1 where it comes again."""
+        distinct, first, counts = np.unique(block_ids, return_index=True, return_counts=True)
+        self.ref_cnt[distinct] -= (counts - 1).astype(np.int32)
+        ref_cnt = self.ref_cnt[block_ids]
+        is_again = np.ones(len(block_ids), np.bool_)
+        is_again[first] = False
+        ref_cnt[is_again & (ref_cnt == 0)] = 1
+        return ref_cnt
+
     def _entries_of(self, block_id: int) -> list[int]:
         return [int(self.entry[block_id]), *self.further.get(block_id, ())]
-
-
-def _without_repeats(block_ids: Int32Array) -> Int32Array:
-    _, first = np.unique(block_ids, return_index=True)
-    return block_ids if len(first) == len(block_ids) else block_ids[np.sort(first)]

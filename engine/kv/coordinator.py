@@ -103,20 +103,29 @@ class Coordinator:
 
     def grow_leading(self, demand: DecodeDemand) -> int:
         """Grow the rows in order, as far as free blocks go; returns how many rows."""
-        missing = [manager.num_missing_in(demand) for manager in self.managers]
-        total = missing[0] if len(missing) == 1 else np.add.reduce(missing)
-        due = total.nonzero()[0]
+        lacks = [manager.lacks_blocks(demand) for manager in self.managers]
+        due = (lacks[0] if len(lacks) == 1 else np.logical_or.reduce(lacks)).nonzero()[0]
         if not len(due):
             return len(demand.rows)
-        needs = np.zeros((len(due), len(self.pools.pools)), np.int32)
-        for number, manager, counts in zip(self._pool_numbers, self.managers, missing, strict=True):
-            needs[:, number] += counts[due] * np.int32(len(manager.groups))
-        num_grown = self.pools.num_leading(needs)
+        short = demand.keep(due)
+        missing = [manager.num_missing_in(short) for manager in self.managers]
+        num_grown = self.pools.num_leading(self._needs_in(missing))
+        if num_grown < len(due):
+            short, missing = short.keep(slice(num_grown)), [counts[:num_grown] for counts in missing]
         for manager, counts in zip(self.managers, missing, strict=True):
-            mine = due[:num_grown][counts[due[:num_grown]] > 0]
-            if len(mine):
-                manager.grow_in(demand.keep(mine), counts[mine])
+            mine = counts.nonzero()[0]
+            if len(mine) == len(counts):
+                manager.grow_in(short, counts)
+            elif len(mine):
+                manager.grow_in(short.keep(mine), counts[mine])
         return len(demand.rows) if num_grown == len(due) else int(due[num_grown])
+
+    def _needs_in(self, missing: Sequence[Int32Array]) -> Int32Array:
+        """Blocks that each row must take of each pool, [R, P], from what it lacks in each group of a manager."""
+        needs = np.zeros((len(self.pools.pools), len(missing[0])), np.int32)
+        for number, manager, counts in zip(self._pool_numbers, self.managers, missing, strict=True):
+            needs[number] += counts * np.int32(len(manager.groups))
+        return needs.T
 
     def _hits(self, hit: PrefixHit) -> Iterator[tuple[TypeManager, HitBlocks]]:
         for manager in self.managers:

@@ -32,6 +32,11 @@ class LedgerLog:
         self.copies: list[BlockCopy] = []  # not taken yet, in order
         self._zero: dict[int, list[Int32Array]] = {group: [] for group in zeroed_groups}
 
+    @property
+    def has_zeroed_groups(self) -> bool:
+        """Whether add_new() logs anything at all."""
+        return bool(self._zero)
+
     def add(self, groups: Int32Array, rows: Int32Array, columns: Int32Array, block_ids: Int32Array) -> None:
         """Log entries as they are written: block_ids [C], or [G, C] for groups [G] that change alike."""
         if block_ids.size:
@@ -93,6 +98,9 @@ class _Change(NamedTuple):
     def as_deltas(self) -> BlockDeltas:
         """The same as flat arrays, group after group."""
         num_groups, num_entries = self.block_ids.shape
+        if num_groups == 1:
+            groups = np.full(num_entries, self.groups[0], np.int32)
+            return BlockDeltas(group=groups, row=self.rows, column=self.columns, block_id=self.block_ids[0])
         return BlockDeltas(
             group=np.repeat(self.groups, num_entries),
             row=np.tile(self.rows, num_groups),

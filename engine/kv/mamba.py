@@ -221,6 +221,13 @@ class MambaManager:
 
     # all decoding rows at once
 
+    def lacks_blocks(self, demand: DecodeDemand) -> BoolArray:
+        """Which rows must take any; shape [R]."""
+        held = self.stack.num_blocks.take(demand.rows) - np.int32(self._num_speculative)
+        lacks: BoolArray = demand.num_main > held * np.int32(self.tokens_per_block)
+        lacks[self._pending_among(demand.rows)] = True
+        return lacks
+
     def num_missing_in(self, demand: DecodeDemand) -> Int32Array:
         """Blocks that each row must take in each of the groups; shape [R]."""
         required = (demand.num_main + (self.tokens_per_block - 1)) // self.tokens_per_block + self._num_speculative
@@ -273,7 +280,7 @@ class MambaManager:
         self.stack.num_cached[rows] = stop[due]
         if (counts > 1).any():
             rows, columns = np.repeat(rows, counts), np.repeat(columns, counts) + count_up(counts)
-        block_ids = self.stack.tables[:, rows, columns]
+        block_ids = self.stack.entries(rows, columns)
         kept = self._rule.kept_columns(
             columns,
             self._context.kept_lengths[rows],

@@ -80,10 +80,9 @@ class SharedPool:
 
     def num_leading(self, needs: Int32Array) -> int:
         """How many leading rows' needs [R, 1] are free together."""
-        ends = np.cumsum(needs[:, 0])
-        if ends[-1] <= self.pools[0].num_free:
-            return len(ends)
-        return int(np.searchsorted(ends, self.pools[0].num_free, side="right"))
+        if needs.sum() <= self.pools[0].num_free:
+            return len(needs)
+        return int(np.searchsorted(np.cumsum(needs[:, 0]), self.pools[0].num_free, side="right"))
 
     def clear_hashes(self) -> None:
         """Empty the prefix cache."""

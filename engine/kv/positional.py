@@ -136,6 +136,14 @@ class PositionalManager:
 
     # all decoding rows at once
 
+    def lacks_blocks(self, demand: DecodeDemand) -> BoolArray:
+        """Which rows must take any; shape [R]."""
+        num_slots = demand.num_slots
+        if self._num_extra_tokens:
+            num_slots = num_slots + np.int32(self._num_extra_tokens)
+        lacks: BoolArray = num_slots > self.stack.num_blocks.take(demand.rows) * np.int32(self.tokens_per_block)
+        return lacks
+
     def num_missing_in(self, demand: DecodeDemand) -> Int32Array:
         """Blocks that each row must take in each of the groups; shape [R]."""
         needed = demand.num_slots + np.int32(self._num_extra_tokens + self.tokens_per_block - 1)
@@ -174,14 +182,16 @@ class PositionalManager:
         stop = num_tokens // self.tokens_per_block
         first = self.stack.num_cached.take(rows)
         counts = stop - first
-        due = (counts > 0).nonzero()[0]
-        if not len(due):
-            return None
-        rows, counts, columns = rows[due], counts[due], first[due]
-        self.stack.num_cached[rows] = stop[due]
-        if (counts > 1).any():
-            rows, columns = np.repeat(rows, counts), np.repeat(columns, counts) + count_up(counts)
-        block_ids = self.stack.tables[:, rows, columns]
+        is_due = counts > 0
+        if not is_due.all():
+            if not is_due.any():
+                return None
+            rows, counts, first, stop = rows[is_due], counts[is_due], first[is_due], stop[is_due]
+        self.stack.num_cached[rows] = stop
+        columns = first
+        if counts.sum() != len(rows):
+            rows, columns = np.repeat(rows, counts), np.repeat(first, counts) + count_up(counts)
+        block_ids = self.stack.entries(rows, columns)
         chosen = self._chosen(rows, columns, block_ids)
         return make_wish(rows, columns, block_ids, chosen)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from blockferry.engine.kv.announcer import Announcer
 from blockferry.engine.kv.hit_search import CacheSizes
-from blockferry.engine.kv.prefix_index import PrefixIndex
+from blockferry.engine.kv.prefix_index import Entries, PrefixIndex
 from blockferry.engine.kv.type_manager import CacheWish, TypeManager
 from blockferry.engine.request import Int32Array, Int64Array
 
@@ -49,7 +49,7 @@ class PrefixCacher:
 
     def start_row(self, row: int) -> None:
         """Nothing of the row is cached yet."""
-        self._next_due[row] = 0
+        self._next_due[row] = self._finest
 
     def is_due(self, rows: Int32Array, num_tokens: Int32Array) -> Int64Array:
         """Indices of those of rows [R] that may have something to cache among their first num_tokens [R]."""
@@ -72,6 +72,7 @@ class PrefixCacher:
             entries = self._obtain_each(wishes, chains)
         for wish, mine in zip(wishes, entries, strict=True):
             self._cache(wish, mine)
+            wish.manager.cached(mine.ids)
             if self._announcer is not None:
                 self._announcer.announce(wish.manager, wish.blocks, chains)
 
@@ -85,7 +86,7 @@ class PrefixCacher:
             number = wish.num_tokens // self._sizes.hash_block_size - 1
             if number >= len(chains[row]):
                 continue
-            entry = int(self._index.obtain([chains[row][number]])[0])
+            entry = int(self._index.obtain([chains[row][number]]).ids[0])
             layers = [layer for layer in wish.layers if self._cache_tail(manager, layer, row, wish.column, entry)]
             if layers:
                 manager.tail_cached(row, wish, entry)
@@ -103,28 +104,30 @@ class PrefixCacher:
             return aligned
         return np.where(aligned > 0, np.minimum(num_tokens, aligned + manager.tokens_per_block), 0)
 
-    def _obtain(self, rows: Int32Array, numbers: Int32Array, chains: Sequence[Sequence[bytes]]) -> Int32Array:
+    def _obtain(self, rows: Int32Array, numbers: Int32Array, chains: Sequence[Sequence[bytes]]) -> Entries:
         return self._index.obtain([chains[row][number] for row, number in zip(rows.tolist(), numbers.tolist())])
 
-    def _obtain_each(self, wishes: Sequence[_Wish], chains: Sequence[Sequence[bytes]]) -> list[Int32Array]:
+    def _obtain_each(self, wishes: Sequence[_Wish], chains: Sequence[Sequence[bytes]]) -> list[Entries]:
         """Entries of wishes that differ; those that they share are looked up once."""
         keys = [wish.blocks.rows.astype(np.int64) << _ROW_SHIFT | wish.numbers for wish in wishes]
         distinct = np.unique(np.concatenate(keys))
         entries = self._obtain(
             (distinct >> _ROW_SHIFT).astype(np.int32), (distinct & 0xFFFFFFFF).astype(np.int32), chains
         )
-        return [entries[np.searchsorted(distinct, mine)] for mine in keys]
+        return [Entries(ids=entries.ids[np.searchsorted(distinct, mine)], are_fresh=entries.are_fresh) for mine in keys]
 
-    def _cache(self, wish: _Wish, entries: Int32Array) -> None:
+    def _cache(self, wish: _Wish, entries: Entries) -> None:
         groups, blocks = self._group_numbers[id(wish.manager)], wish.blocks
         if blocks.chosen is None:
-            num_columns = len(entries)
-            groups, entries_each = np.repeat(groups, num_columns), np.tile(entries, len(groups))
-            wish.manager.pool.cache(groups, blocks.block_ids.ravel(), entries_each)
+            if len(groups) > 1:
+                ids = np.broadcast_to(entries.ids, (len(groups), len(entries.ids))).ravel()
+                groups = np.repeat(groups, len(entries.ids))
+                entries = Entries(ids=ids, are_fresh=entries.are_fresh)
+            wish.manager.pool.cache(groups, blocks.block_ids.ravel(), entries)
         else:
             layers, columns = blocks.chosen.nonzero()
-            wish.manager.pool.cache(groups[layers], blocks.block_ids[layers, columns], entries[columns])
-        wish.manager.cached(entries)
+            chosen = Entries(ids=entries.ids[columns], are_fresh=entries.are_fresh)
+            wish.manager.pool.cache(groups[layers], blocks.block_ids[layers, columns], chosen)
 
     def _cache_tail(self, manager: TypeManager, layer: int, row: int, column: int, entry: int) -> bool:
         """Let one tail be found; False if it is already."""

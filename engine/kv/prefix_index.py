@@ -5,19 +5,25 @@ Owns the map and nothing else; which hash a block carries is the BlockPool's to 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from blockferry.engine.errors import LedgerCorrupted
-from blockferry.engine.request import BoolArray, Int32Array
+from blockferry.engine.request import BoolArray, Int32Array, Int64Array
 
 NO_ENTRY = 0
 """Entry of a hash that no block carries; its blocks are all null."""
 
 
-_GROUP_SHIFT = 16
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Entries:
+    """Entries of digests, in their order."""
+
+    ids: Int32Array
+    are_fresh: bool  # just made and all different, so that no block is under them yet
 
 
 class PrefixIndex:
@@ -37,6 +43,8 @@ class PrefixIndex:
         self._unused: list[int] = []
         self._others: dict[tuple[int, int], list[int]] = {}  # (entry, group) -> further blocks, in order
         self.blocks: NDArray[np.int32] = np.zeros((num_expected + 1, num_groups), np.int32)
+        self._flat = self.blocks.reshape(-1)  # one index is cheaper than two
+        self._num_groups = np.int64(num_groups)
         self.num_keys = 0  # (hash, group) pairs that a block can be found under
         self.num_drops = 0  # carriers removed, ever: while it stands, what was found is still there
 
@@ -61,17 +69,16 @@ class PrefixIndex:
             entries.append(entry)
         return np.array(entries, np.int32)
 
-    def obtain(self, digests: Sequence[bytes]) -> Int32Array:
-        """The entry of each digest, made where there is none. Whoever adds no block to a new one discards it."""
-        find = self._entry_of.get
-        entries = [find(digest) or self._make(digest) for digest in digests]
-        return np.array(entries, np.int32)
-
-    def discard_empty(self, entries: Int32Array) -> None:
-        """Forget those of entries that no block carries."""
-        empty = ~self.blocks[entries].any(axis=1)
-        for entry in entries[empty].tolist():
-            self._forget(entry)
+    def obtain(self, digests: Sequence[bytes]) -> Entries:
+        """The entry of each digest, made where there is none; the caller adds blocks to all of them."""
+        found = [*map(self._entry_of.get, digests)]
+        if not any(found):
+            return self._make(digests)
+        entries = np.array([entry or NO_ENTRY for entry in found], np.int32)
+        missing = (entries == NO_ENTRY).nonzero()[0]
+        if len(missing):
+            entries[missing] = self._make([digests[place] for place in missing.tolist()]).ids
+        return Entries(ids=entries, are_fresh=False)
 
     def digest(self, entry: int) -> bytes:
         """The hash of an entry in use."""
@@ -80,16 +87,26 @@ class PrefixIndex:
         return digest
 
     def add(self, groups: Int32Array, entries: Int32Array, block_ids: Int32Array) -> None:
-        """Let each block [N] of a group [N] be found under its entry [N]; no block twice under one."""
-        is_first = self.blocks[entries, groups] == 0
+        """Let each block [N] of a group ([N] or [1]) be found under its entry [N]; no block twice under one."""
+        places = entries * self._num_groups + groups
+        is_first = self._flat.take(places) == 0
         if not is_first.all():
-            later = ~is_first
-            self._add_others(groups[later], entries[later], block_ids[later])
-            groups, entries, block_ids = groups[is_first], entries[is_first], block_ids[is_first]
-        self.blocks[entries, groups] = block_ids
-        self.num_keys += len(entries)
-        if len(entries) > 1 and not (self.blocks[entries, groups] == block_ids).all():  # one hash twice in the batch
-            self._add_again(groups, entries, block_ids)
+            self._add_others(places[~is_first], block_ids[~is_first])
+            places, block_ids = places[is_first], block_ids[is_first]
+        self._flat[places] = block_ids
+        self.num_keys += len(places)
+        if len(places) > 1 and not (self._flat.take(places) == block_ids).all():  # one hash twice in the batch
+            _, first = np.unique(places, return_index=True)
+            self._flat[places[first]] = block_ids[first]
+            is_later: BoolArray = np.ones(len(places), np.bool_)
+            is_later[first] = False
+            self.num_keys -= int(np.count_nonzero(is_later))
+            self._add_others(places[is_later], block_ids[is_later])
+
+    def add_to_fresh(self, groups: Int32Array, entries: Int32Array, block_ids: Int32Array) -> None:
+        """add() for entries that were just made, each of which comes once per group."""
+        self._flat[entries * self._num_groups + groups] = block_ids
+        self.num_keys += len(block_ids)
 
     def remove(self, group: int, entry: int, block_id: int) -> None:
         """Forget one carrier of an entry; others stay findable, and an entry without any goes."""
@@ -133,20 +150,39 @@ class PrefixIndex:
         self._unused.clear()
         self._others.clear()
         self.blocks = np.zeros_like(self.blocks)
+        self._flat = self.blocks.reshape(-1)
         self.num_keys = 0
         self.num_drops += 1
 
-    def _make(self, digest: bytes) -> int:
-        if self._unused:
-            entry = self._unused.pop()
-            self._digests[entry] = digest
-        else:
-            entry = len(self._digests)
-            self._digests.append(digest)
-            if entry >= len(self.blocks):
-                self.blocks = np.concatenate([self.blocks, np.zeros_like(self.blocks)])
-        self._entry_of[digest] = entry
-        return entry
+    def _make(self, digests: Sequence[bytes]) -> Entries:
+        """New entries, one per distinct digest."""
+        num_before, num_digests = len(self._entry_of), len(digests)
+        unused, first = self._unused, len(self._digests)
+        num_used = min(num_digests, len(unused))
+        ids = [*unused[len(unused) - num_used :], *range(first, first + num_digests - num_used)]
+        self._entry_of.update(zip(digests, ids, strict=True))
+        if len(self._entry_of) != num_before + num_digests:
+            return self._make_distinct(digests, num_before)
+        if num_used:
+            del unused[len(unused) - num_used :]
+            for entry, digest in zip(ids[:num_used], digests, strict=False):
+                self._digests[entry] = digest
+        self._digests += digests[num_used:]
+        while len(self._digests) > len(self.blocks):
+            self._grow()
+        return Entries(ids=np.array(ids, np.int32), are_fresh=True)
+
+    def _make_distinct(self, digests: Sequence[bytes], num_before: int) -> Entries:
+        """As _make, after it has found that a digest comes more than once."""
+        while len(self._entry_of) > num_before:
+            self._entry_of.popitem()
+        distinct = list(dict.fromkeys(digests))
+        entry_of = dict(zip(distinct, self._make(distinct).ids.tolist(), strict=True))
+        return Entries(ids=np.array([entry_of[digest] for digest in digests], np.int32), are_fresh=False)
+
+    def _grow(self) -> None:
+        self.blocks = np.concatenate([self.blocks, np.zeros_like(self.blocks)])
+        self._flat = self.blocks.reshape(-1)
 
     def _forget(self, entry: int) -> None:
         digest = self._digests[entry]
@@ -155,15 +191,7 @@ class PrefixIndex:
             self._digests[entry] = None
             self._unused.append(entry)
 
-    def _add_again(self, groups: Int32Array, entries: Int32Array, block_ids: Int32Array) -> None:
-        """Undo what add() wrote over itself: the first block of each hash is found, further ones follow in order."""
-        _, first = np.unique(entries.astype(np.int64) << _GROUP_SHIFT | groups, return_index=True)
-        self.blocks[entries[first], groups[first]] = block_ids[first]
-        is_later: BoolArray = np.ones(len(entries), np.bool_)
-        is_later[first] = False
-        self.num_keys -= int(np.count_nonzero(is_later))
-        self._add_others(groups[is_later], entries[is_later], block_ids[is_later])
-
-    def _add_others(self, groups: Int32Array, entries: Int32Array, block_ids: Int32Array) -> None:
-        for group, entry, block_id in zip(groups.tolist(), entries.tolist(), block_ids.tolist(), strict=True):
+    def _add_others(self, places: Int64Array, block_ids: Int32Array) -> None:
+        entries, groups = np.divmod(places, self._num_groups)
+        for entry, group, block_id in zip(entries.tolist(), groups.tolist(), block_ids.tolist(), strict=True):
             self._others.setdefault((entry, group), []).append(block_id)

@@ -12,7 +12,7 @@ import numpy as np
 from blockferry.engine.kv.hit_rules import HitRule
 from blockferry.engine.kv.table_stack import TableStack
 from blockferry.engine.kv.type_manager import DecodeDemand, Demand, HitBlocks, StackContext, TailWish
-from blockferry.engine.request import Int32Array
+from blockferry.engine.request import BoolArray, Int32Array
 
 
 class SingleTakeManager:
@@ -67,6 +67,10 @@ class SingleTakeManager:
     def drop(self, row: int) -> list[Int32Array]:
         """Forget a row and return its blocks per group, in table order; their owner count is untouched."""
         return self.stack.drop(row)
+
+    def lacks_blocks(self, demand: DecodeDemand) -> BoolArray:
+        """None."""
+        return np.zeros(len(demand.rows), np.bool_)
 
     def num_missing_in(self, demand: DecodeDemand) -> Int32Array:
         """None."""

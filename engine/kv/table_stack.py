@@ -10,7 +10,7 @@ import numpy as np
 
 from blockferry.engine.kv.block_pool import NULL_BLOCK_ID, BlockPool
 from blockferry.engine.kv.type_manager import StackContext
-from blockferry.engine.request import Int32Array
+from blockferry.engine.request import Int32Array, Int64Array
 
 
 class TableStack:
@@ -26,6 +26,9 @@ class TableStack:
         self.groups: Int32Array = np.array([group.number for group in context.groups], np.int32)
         self.pool: BlockPool = context.pool
         self.tables: Int32Array = np.zeros((len(self.groups), max_rows, max_blocks), np.int32)
+        # the same with rows and columns as one axis: one index is cheaper than two
+        self._flat = self.tables.reshape(len(self.groups), -1)
+        self._num_columns = np.int64(max_blocks)
         self.num_blocks: Int32Array = np.zeros(max_rows, np.int32)  # columns, null ones included
         self.num_cached: Int32Array = np.zeros(max_rows, np.int32)  # leading columns that caching is done with
         self._log = context.log
@@ -50,13 +53,18 @@ class TableStack:
         """Take counts [R], all >= 1, new columns for each of rows [R], in every layer."""
         columns = self.num_blocks.take(rows)
         self.num_blocks[rows] = columns + counts
-        if (counts != 1).any():
+        if counts.sum() != len(rows):
             rows, columns = np.repeat(rows, counts), np.repeat(columns, counts) + count_up(counts)
         taken = self.pool.take(len(self.groups) * len(rows)).reshape(len(self.groups), len(rows))
-        self.tables[:, rows, columns] = taken
+        self._flat[:, self._places(rows, columns)] = taken
         self._log.add(self.groups, rows, columns, taken)
-        for layer, group in enumerate(self.groups.tolist()):
-            self._log.add_new(group, taken[layer])
+        if self._log.has_zeroed_groups:
+            for layer, group in enumerate(self.groups.tolist()):
+                self._log.add_new(group, taken[layer])
+
+    def entries(self, rows: Int32Array, columns: Int32Array) -> Int32Array:
+        """Entries at (row, column) pairs [C], of all layers; shape [groups, C]."""
+        return self._flat.take(self._places(rows, columns), axis=1)
 
     def make_private(self, layer: int, row: int, column: int) -> None:
         """Give a row its own copy of a shared block that it is about to write into.
@@ -86,6 +94,9 @@ class TableStack:
         """Free these entries, in order, and leave nulls."""
         self.pool.free(self.tables[layers, rows, columns])
         self.tables[layers, rows, columns] = NULL_BLOCK_ID
+
+    def _places(self, rows: Int32Array, columns: Int32Array) -> Int64Array:
+        return rows * self._num_columns + columns
 
     def drop(self, row: int) -> list[Int32Array]:
         """Forget a row and return its blocks per layer, in table order; their owner count is untouched."""

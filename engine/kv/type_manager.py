@@ -53,7 +53,7 @@ class DecodeDemand:
     num_main: Int32Array
     num_slots: Int32Array
 
-    def keep(self, chosen: NDArray[np.integer]) -> DecodeDemand:
+    def keep(self, chosen: NDArray[np.integer] | slice) -> DecodeDemand:
         """The same for some of the rows, by index."""
         return DecodeDemand(rows=self.rows[chosen], num_main=self.num_main[chosen], num_slots=self.num_slots[chosen])
 
@@ -161,6 +161,9 @@ class TypeManager(Protocol):
 
     def drop(self, row: int) -> list[Int32Array]:
         """Forget a row and return its blocks per group, in table order; their owner count is untouched."""
+
+    def lacks_blocks(self, demand: DecodeDemand) -> BoolArray:
+        """Which rows must take any; shape [R]."""
 
     def num_missing_in(self, demand: DecodeDemand) -> Int32Array:
         """Blocks that each row must take in each of the groups; shape [R]."""

@@ -165,7 +165,7 @@ def test_moved_hashes_find_the_copy() -> None:
     pool = make(4)
     pool.take(2)
     cache(pool, 0, ids(1), [b"a"])
-    pool.cache_also(0, 1, int(pool.index.obtain([b"b"])[0]))
+    pool.cache_also(0, 1, int(pool.index.obtain([b"b"]).ids[0]))
     pool.move_hashes(1, 2)
     assert found(pool, b"a", b"b") == [2, 2]
     pool.drop_hashes(ids(1))

@@ -297,6 +297,16 @@ def test_delayed_blocks_are_found_only_after_arrival() -> None:
     assert ledger.hit(tokens(9)) == 8
 
 
+def test_load_of_less_than_a_block_caches_nothing() -> None:
+    ledger = Ledger()
+    ledger.rows.assign(0, tokens(8), num_prompt_tokens=8)
+    ledger.kv.start_row(0, ledger.kv.hash_prompt(tokens(3)))
+    assert ledger.kv.allocate(0, 0, AllocateOptions(num_external_tokens=3, delay_caching=True))
+    ledger.rows.num_computed_tokens[0] = 3
+    ledger.kv.cache_filled(ints(0))
+    assert ledger.kv.stats().num_keys == 0
+
+
 def test_failed_load_is_recomputed_in_the_blocks_it_holds() -> None:
     ledger = Ledger()
     ledger.rows.assign(0, tokens(8), num_prompt_tokens=8)

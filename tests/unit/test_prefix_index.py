@@ -18,22 +18,22 @@ def add(index: PrefixIndex, group: int, entries: Int32Array, block_ids: Int32Arr
 
 def test_run_stops_at_the_first_gap() -> None:
     index = PrefixIndex(1, num_expected=4)
-    add(index, 0, index.obtain([b"a", b"c"]), ids(1, 3))
+    add(index, 0, index.obtain([b"a", b"c"]).ids, ids(1, 3))
     assert index.blocks[index.find_run([b"a", b"b", b"c"]), 0].tolist() == [1]
 
 
 def test_groups_share_an_entry() -> None:
     index = PrefixIndex(2, num_expected=4)
-    entries = index.obtain([b"a"])
+    entries = index.obtain([b"a"]).ids
     add(index, 0, entries, ids(1))
-    add(index, 1, index.obtain([b"a"]), ids(2))
+    add(index, 1, index.obtain([b"a"]).ids, ids(2))
     assert index.blocks[entries[0]].tolist() == [1, 2]
     assert (index.num_entries, index.num_keys) == (1, 2)
 
 
 def test_first_of_three_carriers_is_found_until_it_goes() -> None:
     index = PrefixIndex(1, num_expected=4)
-    entries = index.obtain([b"a", b"a", b"a"])
+    entries = index.obtain([b"a", b"a", b"a"]).ids
     add(index, 0, entries, ids(5, 6, 7))
     index.remove(0, int(entries[0]), 6)
     assert index.blocks[entries[0], 0] == 5
@@ -45,7 +45,7 @@ def test_first_of_three_carriers_is_found_until_it_goes() -> None:
 def test_entry_without_carriers_is_used_again() -> None:
     index = PrefixIndex(1, num_expected=1)
     for number in range(5):
-        entries = index.obtain([bytes([number])])
+        entries = index.obtain([bytes([number])]).ids
         add(index, 0, entries, ids(number + 1))
         index.remove(0, int(entries[0]), number + 1)
     assert len(index.blocks) == 2
@@ -54,7 +54,7 @@ def test_entry_without_carriers_is_used_again() -> None:
 
 def test_index_grows_beyond_what_was_expected() -> None:
     index = PrefixIndex(1, num_expected=1)
-    add(index, 0, index.obtain([bytes([n]) for n in range(9)]), np.arange(1, 10, dtype=np.int32))
+    add(index, 0, index.obtain([bytes([n]) for n in range(9)]).ids, np.arange(1, 10, dtype=np.int32))
     assert index.blocks[index.find([bytes([8])]), 0].tolist() == [9]
 
 
@@ -77,7 +77,7 @@ def test_index_finds_what_lists_of_carriers_find(steps: list[tuple[int, list[int
             continue
         blocks = list(range(next_block, next_block + len(numbers)))
         next_block += len(numbers)
-        add(index, group, index.obtain([bytes([number]) for number in numbers]), ids(*blocks))
+        add(index, group, index.obtain([bytes([number]) for number in numbers]).ids, ids(*blocks))
         for number, block in zip(numbers, blocks, strict=True):
             carriers.setdefault((group, number), []).append(block)
     for group in range(2):
