@@ -14,7 +14,7 @@ from blockferry.engine.errors import LedgerCorrupted
 from blockferry.engine.kv.block_pool import NULL_BLOCK_ID, BlockPool
 from blockferry.engine.kv.coordinator import Coordinator
 from blockferry.engine.kv.ledger_log import LedgerLog
-from blockferry.engine.kv.prefix_index import NO_ENTRY, PrefixIndex
+from blockferry.engine.kv.prefix_index import NO_PLACE, PrefixIndex
 from blockferry.engine.kv.type_manager import TypeManager
 from blockferry.engine.request import BoolArray, Int32Array
 
@@ -69,7 +69,7 @@ def report_block(
             for layer, row, column in zip(layers.tolist(), rows.tolist(), columns.tolist(), strict=True)
             if block_id != NULL_BLOCK_ID
         ]
-    entries = [int(pool.entry[block_id]), *pool.further.get(block_id, ())] if pool.entry[block_id] else []
+    places = pool.places_of(block_id)
     copies = [copy for copy in log.copies if coordinator.pools.pool_of(copy.group) == number]
     return BlockReport(
         block_id=block_id,
@@ -78,8 +78,8 @@ def report_block(
         owners=tuple(owners),
         num_popped=int(popped[number][block_id]),
         num_copies=sum((copy.source == block_id) + (copy.target == block_id) for copy in copies),
-        hashes=tuple(pool.index.digest(entry) for entry in entries),
-        hash_group=int(pool.hash_group[block_id]) if entries else None,
+        hashes=tuple(pool.index.digest(place) for place in places),
+        hash_group=pool.index.group(places[0]) if places else None,
     )
 
 
@@ -140,19 +140,17 @@ def _check_owners(pool: BlockPool, owners: np.ndarray[tuple[int], np.dtype[np.in
 
 def _check_hashes(pool: BlockPool, index: PrefixIndex) -> int:
     """Number of hashes that blocks carry, each found in the index."""
-    hashed = np.flatnonzero(pool.entry != NO_ENTRY)
-    groups = pool.hash_group[hashed]
-    found = index.blocks[pool.entry[hashed], groups] == hashed
-    for block_id, group in zip(hashed[~found].tolist(), groups[~found].tolist(), strict=True):
-        if not index.carries(group, int(pool.entry[block_id]), block_id):
-            raise LedgerCorrupted(f"block {block_id} is marked as hashed in group {group} but cannot be found there")
-    for block_id, entries in pool.further.items():
-        group = int(pool.hash_group[block_id])
-        if pool.entry[block_id] == NO_ENTRY or not all(index.carries(group, entry, block_id) for entry in entries):
+    hashed = np.flatnonzero(pool.place != NO_PLACE)
+    found = index.blocks.reshape(-1)[pool.place[hashed]] == hashed
+    for block_id in hashed[~found].tolist():
+        if not index.carries(int(pool.place[block_id]), block_id):
+            raise LedgerCorrupted(f"block {block_id} is marked as hashed but cannot be found")
+    for block_id, places in pool.further.items():
+        if pool.place[block_id] == NO_PLACE or not all(index.carries(place, block_id) for place in places):
             raise LedgerCorrupted(f"block {block_id} has further hashes that do not find it")
-    if pool.entry[NULL_BLOCK_ID] != NO_ENTRY:
+    if pool.place[NULL_BLOCK_ID] != NO_PLACE:
         raise LedgerCorrupted("the null block carries a hash")
-    return len(hashed) + sum(len(entries) for entries in pool.further.values())
+    return len(hashed) + sum(len(places) for places in pool.further.values())
 
 
 def _require_none(bad: BoolArray, what: str) -> None:

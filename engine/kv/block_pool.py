@@ -17,7 +17,7 @@ import numpy as np
 
 from blockferry.engine.kv.events import BlockRemoved, EventLog
 from blockferry.engine.kv.free_queue import FreeQueue
-from blockferry.engine.kv.prefix_index import NO_ENTRY, Entries, PrefixIndex
+from blockferry.engine.kv.prefix_index import NO_PLACE, Entries, PrefixIndex
 from blockferry.engine.request import BoolArray, Int32Array
 
 NULL_BLOCK_ID = 0
@@ -34,11 +34,10 @@ class BlockPool:
     def __init__(self, num_blocks: int, *, index: PrefixIndex, events: EventLog | None = None) -> None:
         self.num_blocks = num_blocks
         self.ref_cnt: Int32Array = np.zeros(num_blocks, np.int32)
-        self.entry: Int32Array = np.zeros(num_blocks, np.int32)  # in the index; NO_ENTRY without a hash
-        self.hash_group = np.zeros(num_blocks, np.int16)  # group of the hash, where there is one
-        self.further: dict[int, list[int]] = {}  # further entries of a block, in order
+        self.place: Int32Array = np.zeros(num_blocks, np.int32)  # in the index; NO_PLACE without a hash
+        self.further: dict[int, list[int]] = {}  # further places of a block, in order
         self.queue = FreeQueue(num_blocks)
-        self._places: Int32Array = np.empty(num_blocks, np.int32)  # scratch of _has_repeats
+        self._scratch: Int32Array = np.empty(num_blocks, np.int32)  # scratch of _has_repeats
         self.index = index
         self.num_evicted = 0  # hashed blocks reused for something else, ever
         self.events = events
@@ -61,8 +60,9 @@ class BlockPool:
         """Hand out blocks in LRU order with ref_cnt 1; hashes they still carried are dropped."""
         block_ids = self.queue.take(num_blocks)
         self.ref_cnt[block_ids] = 1
-        stale = block_ids[self.entry[block_ids] != NO_ENTRY]
-        if len(stale):
+        places = self.place.take(block_ids)
+        if places.any():
+            stale = block_ids[places != NO_PLACE]
             self.num_evicted += len(stale)
             self.drop_hashes(stale)
         return block_ids
@@ -86,68 +86,89 @@ class BlockPool:
         if self._has_repeats(block_ids):
             ref_cnt = self._drop_owners_again(block_ids)
         assert (ref_cnt >= 0).all(), block_ids[ref_cnt < 0]
-        idle = block_ids[ref_cnt == 0]
-        has_hash = self.entry[idle] != NO_ENTRY
-        self.queue.push_front(idle[~has_hash])
-        self.queue.push_back(idle[has_hash])
+        idle = block_ids if not ref_cnt.any() else block_ids[ref_cnt == 0]
+        has_hash = self.place.take(idle) != NO_PLACE
+        if has_hash.all():
+            self.queue.push_back(idle)
+        elif has_hash.any():
+            self.queue.push_front(idle[~has_hash])
+            self.queue.push_back(idle[has_hash])
+        else:
+            self.queue.push_front(idle)
 
     def cache(self, groups: Int32Array, block_ids: Int32Array, entries: Entries) -> None:
         """Let held blocks [N] of groups ([N] or [1]) be found under entries [N], and still under their heads' ones."""
-        before = self.entry[block_ids]
+        places = self.index.places(groups, entries.ids)
+        before = self.place.take(block_ids)
         if before.any():
-            for block_id in block_ids[before != NO_ENTRY].tolist():
-                self.further.setdefault(block_id, []).insert(0, int(self.entry[block_id]))
-        self.hash_group[block_ids] = groups
-        self.entry[block_ids] = entries.ids
+            for block_id, place in zip(block_ids.tolist(), before.tolist(), strict=True):
+                if place != NO_PLACE:
+                    self.further.setdefault(block_id, []).insert(0, place)
+        self.place[block_ids] = places
         if entries.are_fresh:
-            self.index.add_to_fresh(groups, entries.ids, block_ids)
+            self.index.add_to_fresh(places, block_ids)
         else:
-            self.index.add(groups, entries.ids, block_ids)
+            self.index.add(places, block_ids)
 
     def cache_also(self, group: int, block_id: int, entry: int) -> None:
         """Let a held block be found under one more entry."""
-        if self.index.carries(group, entry, block_id):
-            return
-        if self.entry[block_id] == NO_ENTRY:
-            self.entry[block_id] = entry
-            self.hash_group[block_id] = group
-        else:
-            self.further.setdefault(block_id, []).append(entry)
-        self.index.add(*(np.array([number], np.int32) for number in (group, entry, block_id)))
+        self._cache_at(self.index.place(group, entry), block_id)
 
     def move_hashes(self, source: int, target: int) -> None:
         """Let target, a held block without hash, be found in place of source, which keeps its owners."""
-        group = int(self.hash_group[source])
-        entries = self._entries_of(source)
+        places = self.places_of(source)
         self.further.pop(source, None)
-        self.entry[source] = NO_ENTRY
+        self.place[source] = NO_PLACE
         # added before it is removed, so that no entry is ever without carrier
-        for entry in entries:
-            self.cache_also(group, target, entry)
-            self.index.remove(group, entry, source)
+        for place in places:
+            self._cache_at(place, target)
+            self.index.remove(place, source)
 
     def drop_hashes(self, block_ids: Int32Array) -> None:
         """Make blocks unfindable, in this order; the blocks themselves stay where they are."""
-        hashed = block_ids[self.entry[block_ids] != NO_ENTRY]
-        for block_id, group in zip(hashed.tolist(), self.hash_group[hashed].tolist()):
-            for entry in self._entries_of(block_id):
-                digest = self.index.digest(entry)
-                self.index.remove(group, entry, block_id)
-                if self.events is not None:
-                    self.events.add(BlockRemoved(group=group, block_hashes=(digest,)))
-            self.further.pop(block_id, None)
-        self.entry[hashed] = NO_ENTRY
+        places = self.place.take(block_ids)
+        hashed = places != NO_PLACE
+        block_ids, places = block_ids[hashed], places[hashed]
+        if self.events is None and not self.further:
+            self.index.remove_in(places, block_ids)
+        else:
+            for block_id in block_ids.tolist():
+                for place in self.places_of(block_id):
+                    if self.events is not None:
+                        group, digest = self.index.group(place), self.index.digest(place)
+                        self.events.add(BlockRemoved(group=group, block_hashes=(digest,)))
+                    self.index.remove(place, block_id)
+                self.further.pop(block_id, None)
+        self.place[block_ids] = NO_PLACE
 
     def forget_hashes(self) -> None:
         """Empty the prefix cache, as the index was emptied; the order of reuse stays."""
-        self.entry[:] = NO_ENTRY
+        self.place[:] = NO_PLACE
         self.further.clear()
+
+    def entry_of(self, block_id: int) -> int:
+        """The entry of a block's hash; NO_ENTRY where it carries none."""
+        return int(self.place[block_id]) // self.index.num_groups
+
+    def places_of(self, block_id: int) -> list[int]:
+        """Where a block can be found in the index."""
+        place = int(self.place[block_id])
+        return [] if place == NO_PLACE else [place, *self.further.get(block_id, ())]
+
+    def _cache_at(self, place: int, block_id: int) -> None:
+        if self.index.carries(place, block_id):
+            return
+        if self.place[block_id] == NO_PLACE:
+            self.place[block_id] = place
+        else:
+            self.further.setdefault(block_id, []).append(place)
+        self.index.add(np.array([place], np.int32), np.array([block_id], np.int32))
 
     def _has_repeats(self, block_ids: Int32Array) -> bool:
         """Whether an id comes twice. Cost: two passes over block_ids."""
         places = np.arange(len(block_ids), dtype=np.int32)
-        self._places[block_ids] = places
-        return not bool((self._places[block_ids] == places).all())
+        self._scratch[block_ids] = places
+        return not bool((self._scratch[block_ids] == places).all())
 
     def _drop_owners_again(self, block_ids: Int32Array) -> Int32Array:
         """Owners left, per id, after free() has dropped but one of those that come twice; 1 where it comes again."""
@@ -158,6 +179,3 @@ class BlockPool:
         is_again[first] = False
         ref_cnt[is_again & (ref_cnt == 0)] = 1
         return ref_cnt
-
-    def _entries_of(self, block_id: int) -> list[int]:
-        return [int(self.entry[block_id]), *self.further.get(block_id, ())]

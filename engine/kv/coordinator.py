@@ -109,8 +109,9 @@ class Coordinator:
             return len(demand.rows)
         short = demand.keep(due)
         missing = [manager.num_missing_in(short) for manager in self.managers]
-        num_grown = self.pools.num_leading(self._needs_in(missing))
-        if num_grown < len(due):
+        num_grown = len(due)
+        if not self._fit(missing):
+            num_grown = self.pools.num_leading(self._needs_in(missing))
             short, missing = short.keep(slice(num_grown)), [counts[:num_grown] for counts in missing]
         for manager, counts in zip(self.managers, missing, strict=True):
             mine = counts.nonzero()[0]
@@ -119,6 +120,13 @@ class Coordinator:
             elif len(mine):
                 manager.grow_in(short.keep(mine), counts[mine])
         return len(demand.rows) if num_grown == len(due) else int(due[num_grown])
+
+    def _fit(self, missing: Sequence[Int32Array]) -> bool:
+        """Whether there is room for all of what rows lack in each group of each manager."""
+        needs = [0] * len(self.pools.pools)
+        for number, manager, counts in zip(self._pool_numbers, self.managers, missing, strict=True):
+            needs[number] += int(counts.sum()) * len(manager.groups)
+        return self.pools.fits(needs, num_reserved=0)
 
     def _needs_in(self, missing: Sequence[Int32Array]) -> Int32Array:
         """Blocks that each row must take of each pool, [R, P], from what it lacks in each group of a manager."""

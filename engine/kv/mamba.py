@@ -16,6 +16,7 @@ import numpy as np
 
 from blockferry.engine.kv.block_pool import NULL_BLOCK_ID
 from blockferry.engine.kv.hit_rules import Count, HitRule, Presence, Retention
+from blockferry.engine.kv.prefix_index import NO_ENTRY
 from blockferry.engine.kv.reach import cdiv
 from blockferry.engine.kv.spec import MambaSpec
 from blockferry.engine.kv.table_stack import TableStack, count_up
@@ -30,7 +31,6 @@ from blockferry.engine.kv.type_manager import (
 )
 from blockferry.engine.request import BoolArray, Int32Array, Int64Array
 
-_NONE = -1  # column of a row that has no such column
 _NOWHERE: Int64Array = np.empty(0, np.int64)
 
 
@@ -126,7 +126,7 @@ class MambaManager:
         self._num_speculative = spec.num_speculative_blocks
         self._context = context
         self._has_running: BoolArray = np.zeros(rows.max_rows, np.bool_)  # its last columns are its own states
-        self._previous: Int32Array = np.full(rows.max_rows, _NONE, np.int32)  # column of the state before the running
+        self._first_held: Int32Array = np.zeros(rows.max_rows, np.int32)  # all columns before it are null
         self._pending: dict[int, _PendingCopy] = {}
         self._fresh: set[int] = set()  # entries under which states were cached in this step
 
@@ -136,7 +136,9 @@ class MambaManager:
 
     def is_deferred(self, hits: HitBlocks) -> bool:
         """Whether the hit's state is written by a step that is still being put together."""
-        return bool(self._fresh) and len(hits[0]) > 0 and int(self.pool.entry[hits[0][-1]]) in self._fresh
+        if not self._fresh or not len(hits[0]):
+            return False
+        return self.pool.entry_of(int(hits[0][-1])) in self._fresh
 
     # one row
 
@@ -146,16 +148,21 @@ class MambaManager:
 
     def num_needed(self, row: int, demand: Demand, hits: HitBlocks) -> int:
         """Free blocks that go when the row adopts the hits and grows: new ones, and idle ones of the hits."""
-        num_new = 0
-        if self._num_required(demand.num_main) > len(hits[0]) + int(self.stack.num_blocks[row]):
-            num_new = 1 if self._has_running[row] else 1 + self._num_speculative
-        if row in self._pending or self._ends_inside(demand, hits[0]):
+        num_skipped = self._num_skipped_blocks(demand)
+        num_columns = int(self.stack.num_blocks[row]) or max(num_skipped, len(hits[0]))
+        num_external = max(0, cdiv(demand.num_total, self.tokens_per_block) - num_columns)
+        num_new = num_external if demand.num_total > demand.num_local else 0
+        num_required = self._num_required(demand.num_main)
+        if num_required > num_columns + num_new:
+            first = max(num_columns + num_new, num_required - self._num_speculative - 1)
+            num_new += 1 if self._has_running[row] else num_required - first
+        if row in self._pending or self._ends_inside(demand, hits[0][num_skipped:]):
             num_new += 1
-        return len(self.groups) * num_new + sum(self.pool.num_idle(block_ids) for block_ids in hits)
+        return len(self.groups) * num_new + sum(self.pool.num_idle(block_ids[num_skipped:]) for block_ids in hits)
 
     def adopt(self, row: int, demand: Demand, hits: HitBlocks) -> None:
         """Start a row with a hit's states, which get one owner more."""
-        num_skipped = max(0, self._rule.num_skipped(demand.num_total) // self.tokens_per_block)
+        num_skipped = self._num_skipped_blocks(demand)
         num_columns = max(num_skipped, len(hits[0]))
         for layer, block_ids in enumerate(hits):
             held = block_ids[num_skipped:]
@@ -163,6 +170,7 @@ class MambaManager:
             self.stack.write(layer, row, 0, np.zeros(num_columns - len(held), np.int32))
             self.stack.write(layer, row, num_columns - len(held), held)
         self.stack.num_blocks[row] = self.stack.num_cached[row] = num_columns
+        self._first_held[row] = max(0, num_columns - 1)
         if self._ends_inside(demand, hits[0][num_skipped:]):
             column = demand.num_local // self.tokens_per_block
             self._pending[row] = _PendingCopy(column=column, is_own=False)
@@ -182,10 +190,6 @@ class MambaManager:
         self._has_running[row] = True
         if num_required <= num_held and pending is None:
             return
-        if has_running:
-            self._previous[row] = num_held - 1 - self._num_speculative
-        elif num_held:
-            self._previous[row] = num_held - 1
         running_column = num_required - self._num_speculative - 1
         num_columns = max(num_held, running_column)
         self.stack.tables[:, row, num_held:num_columns] = NULL_BLOCK_ID
@@ -197,26 +201,13 @@ class MambaManager:
 
     def skip(self, row: int, num_computed: int) -> None:
         """Free states that no token after num_computed starts from."""
-        num_held = int(self.stack.num_blocks[row])
-        entries = self.stack.tables[0, row]
-        column = min(self._rule.num_skipped(num_computed) // self.tokens_per_block, num_held) - 1
-        gone = []
-        while column >= 0 and entries[column]:
-            gone.append(column)
-            column -= 1
-        previous = int(self._previous[row])
-        if _NONE < previous < cdiv(num_computed, self.tokens_per_block) - 1 and entries[previous]:
-            gone += [previous] if previous not in gone else []
-        if gone:
-            rows, columns = np.full(len(gone), row, np.int32), np.array(gone, np.int32)
-            for layer in range(len(self.groups)):
-                self.stack.free_entries(layer, rows, columns)
+        self.skip_in(np.array([row], np.int32), np.array([num_computed], np.int32))
 
     def drop(self, row: int) -> list[Int32Array]:
         """Forget a row and return its blocks per group, in table order; their owner count is untouched."""
         self._pending.pop(row, None)
         self._has_running[row] = False
-        self._previous[row] = _NONE
+        self._first_held[row] = 0
         return self.stack.drop(row)
 
     # all decoding rows at once
@@ -243,28 +234,27 @@ class MambaManager:
             for row, num_main in zip(demand.rows.tolist(), demand.num_main.tolist(), strict=True):
                 self.grow(row, Demand(num_local=num_main, num_total=num_main, num_main=num_main, num_slots=num_main))
             return
-        self._previous[demand.rows] = self.stack.num_blocks.take(demand.rows) - 1
         self.stack.take_in(demand.rows, num_blocks)
 
     def skip_in(self, rows: Int32Array, num_computed: Int32Array) -> None:
-        """skip() for rows [R] and num_computed [R]; one state goes of most rows that have any to give."""
-        table = self.stack.tables[0]
-        stop = self._rule.num_skipped(num_computed) // self.tokens_per_block
-        last = np.where((stop > 0) & (stop <= self.stack.num_blocks.take(rows)), stop - 1, _NONE)
-        has_last = (last > _NONE) & (table[rows, last] != 0)
-        previous = self._previous.take(rows)
-        has_previous = (previous > _NONE) & (previous < stop) & (table[rows, previous] != 0)
-        due = (has_last | has_previous).nonzero()[0]
+        """skip() for rows [R] and num_computed [R]."""
+        stop = np.minimum(
+            self._rule.num_skipped(num_computed) // self.tokens_per_block, self.stack.num_blocks.take(rows)
+        )
+        counts = stop - self._first_held.take(rows)
+        due = (counts > 0).nonzero()[0]
         if not len(due):
             return
-        rows, last, previous = rows[due], np.where(has_last, last, previous)[due], previous[due]
-        is_usual = ~has_previous[due] | (previous == last)
-        is_usual &= (last == 0) | (table[rows, np.maximum(last - 1, 0)] == 0)
-        for row, num_tokens in zip(rows[~is_usual].tolist(), num_computed[due][~is_usual].tolist(), strict=True):
-            self.skip(row, num_tokens)
-        rows, last = rows[is_usual], last[is_usual]
-        layers = np.repeat(np.arange(len(self.groups), dtype=np.int32), len(rows))
-        self.stack.free_entries(layers, np.tile(rows, len(self.groups)), np.tile(last, len(self.groups)))
+        rows, counts, columns = rows[due], counts[due], stop[due] - 1
+        self._first_held[rows] = stop[due]
+        if (counts > 1).any():
+            rows, columns = np.repeat(rows, counts), np.repeat(columns, counts) - count_up(counts)
+        held = self.stack.tables[0, rows, columns] != NULL_BLOCK_ID
+        rows, columns = rows[held], columns[held]
+        if len(rows):
+            num_layers = len(self.groups)
+            layers = np.repeat(np.arange(num_layers, dtype=np.int32), len(rows))
+            self.stack.free_entries(layers, np.tile(rows, num_layers), np.tile(columns, num_layers))
 
     # caching
 
@@ -330,10 +320,15 @@ class MambaManager:
             self.stack.take(layer, row, first, stop)
         self.stack.num_blocks[row] = max(first, stop)
 
+    def _num_skipped_blocks(self, demand: Demand) -> int:
+        return max(0, self._rule.num_skipped(demand.num_total) // self.tokens_per_block)
+
     def _copy(self, row: int, pending: _PendingCopy) -> None:
         for layer in range(len(self.groups)):
             if pending.is_own:
-                self._fresh.add(int(self.pool.entry[self.stack.copy_out(layer, row, pending.column)]))
+                if self.pool.entry_of(int(self.stack.tables[layer, row, pending.column])) == NO_ENTRY:
+                    continue  # evicted meanwhile
+                self._fresh.add(self.pool.entry_of(self.stack.copy_out(layer, row, pending.column)))
             else:
                 self.stack.make_private(layer, row, pending.column)
 

@@ -205,16 +205,21 @@ class KVCacheManager:
         """
         if not self._options.enable_caching:
             return
-        num_known = self._rows.num_tokens.take(rows)
-        if self._options.num_hash_lookahead_tokens:
-            num_known -= np.int32(self._options.num_hash_lookahead_tokens)
-        num_tokens = np.minimum(self._rows.num_computed_tokens.take(rows), num_known)
+        num_tokens = self._rows.num_computed_tokens.take(rows)
         due = self._cacher.is_due(rows, num_tokens)
         if not len(due):
             return
         rows, num_tokens = rows[due], num_tokens[due]
-        self._extend_hashes(rows, num_tokens // self._hash_block_size)
-        self._cacher.cache_in(rows, num_tokens, self._digests)
+        num_known = self._rows.num_tokens.take(rows)
+        if self._options.num_hash_lookahead_tokens:
+            num_known -= np.int32(self._options.num_hash_lookahead_tokens)
+        if (num_tokens > num_known).any():  # steps in flight: planned further than is known
+            num_tokens = np.minimum(num_tokens, num_known)
+            due = self._cacher.is_due(rows, num_tokens)
+            rows, num_tokens = rows[due], num_tokens[due]
+        if len(rows):
+            self._extend_hashes(rows, num_tokens // self._hash_block_size)
+            self._cacher.cache_in(rows, num_tokens, self._digests)
 
     def cache_prefix(self, row: int) -> None:
         """Cache what computed and known tokens of one row have filled: a load has completed, drafts were accepted."""

@@ -80,8 +80,6 @@ class SharedPool:
 
     def num_leading(self, needs: Int32Array) -> int:
         """How many leading rows' needs [R, 1] are free together."""
-        if needs.sum() <= self.pools[0].num_free:
-            return len(needs)
         return int(np.searchsorted(np.cumsum(needs[:, 0]), self.pools[0].num_free, side="right"))
 
     def clear_hashes(self) -> None:

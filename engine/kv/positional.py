@@ -43,6 +43,8 @@ class PositionalManager:
         self._rows = rows
         self._context = context
         self._num_extra_tokens = num_extra_tokens
+        self._divisor = np.int32(self.tokens_per_block)  # of arrays: a Python int costs a conversion every time
+        self._round_up = np.int32(num_extra_tokens + self.tokens_per_block - 1)
         self._max_held = [group.spec.max_admission_blocks_per_request(context.limits) for group in context.groups]
         self._dropping = [layer for layer, rule in enumerate(rules) if rule.drops_blocks]
         self._dropping_layers: Int32Array = np.array(self._dropping, np.int32)
@@ -141,13 +143,12 @@ class PositionalManager:
         num_slots = demand.num_slots
         if self._num_extra_tokens:
             num_slots = num_slots + np.int32(self._num_extra_tokens)
-        lacks: BoolArray = num_slots > self.stack.num_blocks.take(demand.rows) * np.int32(self.tokens_per_block)
+        lacks: BoolArray = num_slots > self.stack.num_blocks.take(demand.rows) * self._divisor
         return lacks
 
     def num_missing_in(self, demand: DecodeDemand) -> Int32Array:
         """Blocks that each row must take in each of the groups; shape [R]."""
-        needed = demand.num_slots + np.int32(self._num_extra_tokens + self.tokens_per_block - 1)
-        missing = needed // self.tokens_per_block - self.stack.num_blocks.take(demand.rows)
+        missing = (demand.num_slots + self._round_up) // self._divisor - self.stack.num_blocks.take(demand.rows)
         np.maximum(missing, 0, out=missing)
         return missing
 
@@ -162,7 +163,7 @@ class PositionalManager:
         stop = np.empty((len(self._dropping), len(rows)), np.int32)
         for place, layer in enumerate(self._dropping):
             stop[place] = self._rules[layer].num_skipped(num_computed)
-        stop //= self.tokens_per_block
+        stop //= self._divisor
         places, chosen = (stop > self._first_held.take(rows, axis=1)).nonzero()
         if not len(places):
             return
@@ -179,7 +180,7 @@ class PositionalManager:
 
     def wish_in(self, rows: Int32Array, num_tokens: Int32Array) -> CacheWish | None:
         """What of the first num_tokens [R] of rows [R] is full and not cached yet; counts as cached from now on."""
-        stop = num_tokens // self.tokens_per_block
+        stop = num_tokens // self._divisor
         first = self.stack.num_cached.take(rows)
         counts = stop - first
         is_due = counts > 0

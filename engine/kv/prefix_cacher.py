@@ -6,8 +6,8 @@ there are. Owns how far each row was cached; which blocks are worth caching is t
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,8 +20,7 @@ from blockferry.engine.request import Int32Array, Int64Array
 _ROW_SHIFT = 32
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Wish:
+class _Wish(NamedTuple):
     manager: TypeManager
     blocks: CacheWish
     numbers: Int32Array  # of the hash block that each column ends with
@@ -105,6 +104,8 @@ class PrefixCacher:
         return np.where(aligned > 0, np.minimum(num_tokens, aligned + manager.tokens_per_block), 0)
 
     def _obtain(self, rows: Int32Array, numbers: Int32Array, chains: Sequence[Sequence[bytes]]) -> Entries:
+        if rows[0] == rows[-1] and numbers[-1] - numbers[0] == len(numbers) - 1:  # one row, all hash blocks
+            return self._index.obtain(chains[rows[0]][numbers[0] : numbers[-1] + 1])
         return self._index.obtain([chains[row][number] for row, number in zip(rows.tolist(), numbers.tolist())])
 
     def _obtain_each(self, wishes: Sequence[_Wish], chains: Sequence[Sequence[bytes]]) -> list[Entries]:
@@ -132,7 +133,7 @@ class PrefixCacher:
     def _cache_tail(self, manager: TypeManager, layer: int, row: int, column: int, entry: int) -> bool:
         """Let one tail be found; False if it is already."""
         group, block_id = manager.groups[layer], int(manager.stack.tables[layer, row, column])
-        if self._index.carries(group, entry, block_id):
+        if self._index.carries(self._index.place(group, entry), block_id):
             return False
         manager.pool.cache_also(group, block_id, entry)
         return True

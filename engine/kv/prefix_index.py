@@ -5,22 +5,24 @@ Owns the map and nothing else; which hash a block carries is the BlockPool's to 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from blockferry.engine.errors import LedgerCorrupted
-from blockferry.engine.request import BoolArray, Int32Array, Int64Array
+from blockferry.engine.request import BoolArray, Int32Array
 
 NO_ENTRY = 0
 """Entry of a hash that no block carries; its blocks are all null."""
 
+NO_PLACE = 0
+"""Place of a block that carries no hash."""
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Entries:
-    """Entries of digests, in their order."""
+
+class Entries(NamedTuple):
+    """Entries of digests, in their order; a NamedTuple as one is made per decode step."""
 
     ids: Int32Array
     are_fresh: bool  # just made and all different, so that no block is under them yet
@@ -30,6 +32,7 @@ class PrefixIndex:
     """Entries: one per hash, with one block per group. Mutated by its BlockPool only.
 
         digest --dict--> entry --blocks[entry, group]--> block, 0 for none
+                                       place = entry * num_groups + group
 
     Groups that cache the same tokens share the entry, so a sequence is looked up once however many groups there are,
     and everything after that is array operations. Several blocks of one group may carry one hash; none is merged away:
@@ -41,10 +44,11 @@ class PrefixIndex:
         self._entry_of: dict[bytes, int] = {}
         self._digests: list[bytes | None] = [None]
         self._unused: list[int] = []
-        self._others: dict[tuple[int, int], list[int]] = {}  # (entry, group) -> further blocks, in order
+        self._others: dict[int, list[int]] = {}  # place -> further blocks, in order
         self.blocks: NDArray[np.int32] = np.zeros((num_expected + 1, num_groups), np.int32)
         self._flat = self.blocks.reshape(-1)  # one index is cheaper than two
-        self._num_groups = np.int64(num_groups)
+        self.num_groups = num_groups
+        self._factor = np.int32(num_groups)
         self.num_keys = 0  # (hash, group) pairs that a block can be found under
         self.num_drops = 0  # carriers removed, ever: while it stands, what was found is still there
 
@@ -80,15 +84,27 @@ class PrefixIndex:
             entries[missing] = self._make([digests[place] for place in missing.tolist()]).ids
         return Entries(ids=entries, are_fresh=False)
 
-    def digest(self, entry: int) -> bytes:
-        """The hash of an entry in use."""
-        digest = self._digests[entry]
-        assert digest is not None, entry
+    def place(self, group: int, entry: int) -> int:
+        """Where a group's block under an entry is found."""
+        return entry * self.num_groups + group
+
+    def places(self, groups: Int32Array, entries: Int32Array) -> Int32Array:
+        """place() of each entry [N] in groups ([N] or [1])."""
+        places: Int32Array = entries * self._factor + groups
+        return places
+
+    def group(self, place: int) -> int:
+        """The group of a place."""
+        return place % self.num_groups
+
+    def digest(self, place: int) -> bytes:
+        """The hash of a place in use."""
+        digest = self._digests[place // self.num_groups]
+        assert digest is not None, place
         return digest
 
-    def add(self, groups: Int32Array, entries: Int32Array, block_ids: Int32Array) -> None:
-        """Let each block [N] of a group ([N] or [1]) be found under its entry [N]; no block twice under one."""
-        places = entries * self._num_groups + groups
+    def add(self, places: Int32Array, block_ids: Int32Array) -> None:
+        """Let each block [N] be found at its place [N]; no block twice at one."""
         is_first = self._flat.take(places) == 0
         if not is_first.all():
             self._add_others(places[~is_first], block_ids[~is_first])
@@ -103,32 +119,47 @@ class PrefixIndex:
             self.num_keys -= int(np.count_nonzero(is_later))
             self._add_others(places[is_later], block_ids[is_later])
 
-    def add_to_fresh(self, groups: Int32Array, entries: Int32Array, block_ids: Int32Array) -> None:
-        """add() for entries that were just made, each of which comes once per group."""
-        self._flat[entries * self._num_groups + groups] = block_ids
+    def add_to_fresh(self, places: Int32Array, block_ids: Int32Array) -> None:
+        """add() at places of entries that were just made, none of which comes twice."""
+        self._flat[places] = block_ids
         self.num_keys += len(block_ids)
 
-    def remove(self, group: int, entry: int, block_id: int) -> None:
-        """Forget one carrier of an entry; others stay findable, and an entry without any goes."""
+    def remove(self, place: int, block_id: int) -> None:
+        """Forget one carrier; others stay findable, and an entry without any goes."""
         self.num_drops += 1
-        others = self._others.get((entry, group))
+        others = self._others.get(place)
         if others is None:
-            assert self.blocks[entry, group] == block_id, (entry, group, block_id)
-            self.blocks[entry, group] = 0
+            assert self._flat[place] == block_id, (place, block_id)
+            self._flat[place] = 0
             self.num_keys -= 1
-            if not self.blocks[entry].any():
-                self._forget(entry)
+            self._forget_if_empty(place // self.num_groups)
             return
-        if self.blocks[entry, group] == block_id:
-            self.blocks[entry, group] = others.pop(0)
+        if self._flat[place] == block_id:
+            self._flat[place] = others.pop(0)
         else:
             others.remove(block_id)
         if not others:
-            del self._others[entry, group]
+            del self._others[place]
 
-    def carries(self, group: int, entry: int, block_id: int) -> bool:
-        """Whether block_id is one of the group's blocks under entry."""
-        return bool(self.blocks[entry, group] == block_id) or block_id in self._others.get((entry, group), ())
+    def remove_in(self, places: Int32Array, block_ids: Int32Array) -> None:
+        """remove() of each block [N] at its place [N]."""
+        if self._others:
+            for place, block_id in zip(places.tolist(), block_ids.tolist(), strict=True):
+                self.remove(place, block_id)
+            return
+        assert (self._flat.take(places) == block_ids).all(), (places, block_ids)
+        self._flat[places] = 0
+        self.num_keys -= len(places)
+        self.num_drops += len(places)
+        entries = places // self._factor
+        if self.num_groups > 1:
+            entries = np.unique(entries[~self.blocks[entries].any(axis=1)])
+        for entry in entries.tolist():
+            self._forget(entry)
+
+    def carries(self, place: int, block_id: int) -> bool:
+        """Whether block_id is one of the blocks at a place."""
+        return bool(self._flat[place] == block_id) or block_id in self._others.get(place, ())
 
     def num_carriers(self) -> int:
         """(Hash, block) pairs, duplicates counted each. Cost: O(entries)."""
@@ -159,7 +190,9 @@ class PrefixIndex:
         num_before, num_digests = len(self._entry_of), len(digests)
         unused, first = self._unused, len(self._digests)
         num_used = min(num_digests, len(unused))
-        ids = [*unused[len(unused) - num_used :], *range(first, first + num_digests - num_used)]
+        ids: Sequence[int] = range(first, first + num_digests)
+        if num_used:
+            ids = [*unused[len(unused) - num_used :], *ids[: num_digests - num_used]]
         self._entry_of.update(zip(digests, ids, strict=True))
         if len(self._entry_of) != num_before + num_digests:
             return self._make_distinct(digests, num_before)
@@ -170,6 +203,8 @@ class PrefixIndex:
         self._digests += digests[num_used:]
         while len(self._digests) > len(self.blocks):
             self._grow()
+        if not num_used:
+            return Entries(ids=np.arange(first, first + num_digests, dtype=np.int32), are_fresh=True)
         return Entries(ids=np.array(ids, np.int32), are_fresh=True)
 
     def _make_distinct(self, digests: Sequence[bytes], num_before: int) -> Entries:
@@ -184,14 +219,17 @@ class PrefixIndex:
         self.blocks = np.concatenate([self.blocks, np.zeros_like(self.blocks)])
         self._flat = self.blocks.reshape(-1)
 
+    def _forget_if_empty(self, entry: int) -> None:
+        if not self.blocks[entry].any():
+            self._forget(entry)
+
     def _forget(self, entry: int) -> None:
         digest = self._digests[entry]
-        if digest is not None:
-            del self._entry_of[digest]
-            self._digests[entry] = None
-            self._unused.append(entry)
+        assert digest is not None, entry
+        del self._entry_of[digest]
+        self._digests[entry] = None
+        self._unused.append(entry)
 
-    def _add_others(self, places: Int64Array, block_ids: Int32Array) -> None:
-        entries, groups = np.divmod(places, self._num_groups)
-        for entry, group, block_id in zip(entries.tolist(), groups.tolist(), block_ids.tolist(), strict=True):
-            self._others.setdefault((entry, group), []).append(block_id)
+    def _add_others(self, places: Int32Array, block_ids: Int32Array) -> None:
+        for place, block_id in zip(places.tolist(), block_ids.tolist(), strict=True):
+            self._others.setdefault(place, []).append(block_id)

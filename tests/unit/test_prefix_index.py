@@ -13,7 +13,7 @@ def ids(*block_ids: int) -> Int32Array:
 
 
 def add(index: PrefixIndex, group: int, entries: Int32Array, block_ids: Int32Array) -> None:
-    index.add(np.full(len(entries), group, np.int32), entries, block_ids)
+    index.add(index.places(np.full(len(entries), group, np.int32), entries), block_ids)
 
 
 def test_run_stops_at_the_first_gap() -> None:
@@ -35,9 +35,9 @@ def test_first_of_three_carriers_is_found_until_it_goes() -> None:
     index = PrefixIndex(1, num_expected=4)
     entries = index.obtain([b"a", b"a", b"a"]).ids
     add(index, 0, entries, ids(5, 6, 7))
-    index.remove(0, int(entries[0]), 6)
+    index.remove(index.place(0, int(entries[0])), 6)
     assert index.blocks[entries[0], 0] == 5
-    index.remove(0, int(entries[0]), 5)
+    index.remove(index.place(0, int(entries[0])), 5)
     assert index.blocks[entries[0], 0] == 7
     assert (index.num_keys, index.num_carriers()) == (1, 1)
 
@@ -47,7 +47,7 @@ def test_entry_without_carriers_is_used_again() -> None:
     for number in range(5):
         entries = index.obtain([bytes([number])]).ids
         add(index, 0, entries, ids(number + 1))
-        index.remove(0, int(entries[0]), number + 1)
+        index.remove(index.place(0, int(entries[0])), number + 1)
     assert len(index.blocks) == 2
     assert index.find([bytes([4])]).tolist() == [NO_ENTRY]
 
@@ -73,7 +73,7 @@ def test_index_finds_what_lists_of_carriers_find(steps: list[tuple[int, list[int
                 held = carriers.get((group, number))
                 if held:
                     gone = held.pop(len(held) // 2)
-                    index.remove(group, int(index.find([bytes([number])])[0]), gone)
+                    index.remove(index.place(group, int(index.find([bytes([number])])[0])), gone)
             continue
         blocks = list(range(next_block, next_block + len(numbers)))
         next_block += len(numbers)
