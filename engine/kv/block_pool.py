@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from blockferry.engine.kv.events import BlockRemoved, EventLog
-from blockferry.engine.kv.free_queue import FreeQueue
+from blockferry.engine.kv.free_queue import FreeBlocks, FreeQueue
 from blockferry.engine.kv.prefix_index import NO_PLACE, Entries, PrefixIndex
 from blockferry.engine.request import BoolArray, Int32Array
 
@@ -36,7 +36,7 @@ class BlockPool:
         self.ref_cnt: Int32Array = np.zeros(num_blocks, np.int32)
         self.place: Int32Array = np.zeros(num_blocks, np.int32)  # in the index; NO_PLACE without a hash
         self.further: dict[int, list[int]] = {}  # further places of a block, in order
-        self.queue = FreeQueue(num_blocks)
+        self.queue: FreeBlocks = FreeQueue(num_blocks)
         self._scratch: Int32Array = np.empty(num_blocks, np.int32)  # scratch of _has_repeats
         self.index = index
         self.num_evicted = 0  # hashed blocks reused for something else, ever
@@ -44,8 +44,8 @@ class BlockPool:
 
     @property
     def in_use(self) -> BoolArray:
-        """Which block ids are part of the pool; shape [num_blocks]."""
-        return np.ones(self.num_blocks, np.bool_)
+        """Which block ids are part of the pool now; shape [num_blocks]."""
+        return self.queue.in_use
 
     @property
     def num_free(self) -> int:
@@ -60,12 +60,21 @@ class BlockPool:
         """Hand out blocks in LRU order with ref_cnt 1; hashes they still carried are dropped."""
         block_ids = self.queue.take(num_blocks)
         self.ref_cnt[block_ids] = 1
+        self.evict(block_ids)
+        return block_ids
+
+    def has_hash(self, block_ids: Int32Array) -> BoolArray:
+        """Which of these blocks can be found; of the same shape."""
+        has_hash: BoolArray = self.place.take(block_ids) != NO_PLACE
+        return has_hash
+
+    def evict(self, block_ids: Int32Array) -> None:
+        """Make blocks unfindable, in this order, as they are used for something else."""
         places = self.place.take(block_ids)
         if places.any():
             stale = block_ids[places != NO_PLACE]
             self.num_evicted += len(stale)
             self.drop_hashes(stale)
-        return block_ids
 
     def touch(self, block_ids: Int32Array) -> None:
         """Add an owner to each block (no id twice); free ones leave the queue. Null entries are skipped."""

@@ -54,7 +54,7 @@ class Coordinator:
         needs = [0] * len(self.pools.pools)
         for number, (manager, hits) in zip(self._pool_numbers, self._hits(hit), strict=True):
             needs[number] += manager.num_needed(row, demand, hits)
-        return self.pools.fits(needs, num_reserved=num_reserved)
+        return self.pools.fits(needs, hits=hit.block_ids, num_reserved=num_reserved)
 
     def most_blocks(self, num_tokens: int) -> list[int]:
         """Most blocks, per pool, that a sequence of num_tokens ever holds at once."""

@@ -5,12 +5,44 @@ Owns the ring and the stamps. Knows nothing of hashes or reference counts.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 
-from blockferry.engine.request import Int32Array
+from blockferry.engine.request import BoolArray, Int32Array
 
 _NOT_FREE = -1  # stamp of a block that is not in the queue
 _SLACK = 32  # extra entries read per scan, so that a few dead ones cost no second scan
+
+
+class FreeBlocks(Protocol):
+    """What a BlockPool asks of the order of its free blocks. See FreeQueue for what each call does."""
+
+    @property
+    def num_free(self) -> int:
+        """Free blocks."""
+
+    @property
+    def in_use(self) -> BoolArray:
+        """Which block ids are part of the pool now; shape [num_blocks]."""
+
+    def take(self, num_blocks: int) -> Int32Array:
+        """Remove and return the first num_blocks free blocks, in order."""
+
+    def remove(self, block_ids: Int32Array) -> None:
+        """Take these free blocks out, wherever they are."""
+
+    def push_back(self, block_ids: Int32Array) -> None:
+        """Free these blocks: they are reused last."""
+
+    def push_front(self, block_ids: Int32Array) -> None:
+        """Free these blocks: they are reused first."""
+
+    def is_free(self, block_ids: Int32Array) -> BoolArray:
+        """Which of these blocks are free."""
+
+    def order(self) -> Int32Array:
+        """Every free block; a copy."""
 
 
 class FreeQueue:
@@ -25,39 +57,40 @@ class FreeQueue:
     The order is exactly that of a linked list. Dead entries are dropped when passed or when the ring is full.
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        """All blocks but block 0, the null block, are free, in ascending order."""
+    def __init__(self, num_blocks: int, *, first_free: int = 1) -> None:
+        """Blocks from first_free on are free, in ascending order; block 0, the null block, never is."""
         self._capacity = 1 << (2 * num_blocks - 1).bit_length()
         self._mask = self._capacity - 1
         # np.empty maps pages lazily: an untouched half of the ring costs nothing
         self._ring: Int32Array = np.empty(self._capacity, np.int32)
-        self._stamps: Int32Array = np.arange(-1, num_blocks - 1, dtype=np.int32)
-        self._ring[: num_blocks - 1] = np.arange(1, num_blocks, dtype=np.int32)
+        self._stamps: Int32Array = np.arange(-first_free, num_blocks - first_free, dtype=np.int32)
+        self._stamps[:first_free] = _NOT_FREE
+        self.num_free = num_blocks - first_free
+        self._ring[: self.num_free] = np.arange(first_free, num_blocks, dtype=np.int32)
         self._head = 0
-        self._tail = num_blocks - 1
-        self.num_free = num_blocks - 1
+        self._tail = self.num_free
+
+    @property
+    def in_use(self) -> BoolArray:
+        """All block ids."""
+        return np.ones(len(self._stamps), np.bool_)
 
     def take(self, num_blocks: int) -> Int32Array:
         """Remove and return the first num_blocks free blocks, in order. Cost: O(num_blocks) amortised."""
         assert num_blocks <= self.num_free, (num_blocks, self.num_free)
-        found: list[Int32Array] = []
-        missing = num_blocks
-        while missing:
-            cell = self._head & self._mask
-            stop = min(cell + missing + _SLACK, cell + self._tail - self._head, self._capacity)
-            ids = self._ring[cell:stop]
-            live = (self._stamps[ids] == np.arange(cell, stop, dtype=np.int32)).nonzero()[0]
-            if len(live) >= missing:
-                ids = ids[live[:missing]]
-                self._head += int(live[missing - 1]) + 1
-            else:
-                ids = ids[live]
-                self._head += stop - cell
-            found.append(ids)
-            missing -= len(ids)
-        taken: Int32Array = found[0] if len(found) == 1 else np.concatenate([np.empty(0, np.int32), *found])
+        taken, self._head = self._scan(num_blocks)
         self._forget(taken)
         return taken
+
+    def peek(self, num_blocks: int) -> Int32Array:
+        """The first num_blocks free blocks, or all if there are fewer, in order; they stay.
+
+        Cost: O(num_blocks) amortised over removals, whose dead entries are dropped here once they are the larger part.
+        """
+        if self._tail - self._head > 2 * self.num_free + _SLACK:
+            self._compact()
+        first, _ = self._scan(min(num_blocks, self.num_free))
+        return first
 
     def remove(self, block_ids: Int32Array) -> None:
         """Take these free blocks out, wherever they are."""
@@ -75,9 +108,9 @@ class FreeQueue:
         self._head -= len(block_ids)
         self._write(self._head, block_ids)
 
-    def is_free(self, block_ids: Int32Array) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    def is_free(self, block_ids: Int32Array) -> BoolArray:
         """Which of these blocks are in the queue."""
-        is_free: np.ndarray[tuple[int, ...], np.dtype[np.bool_]] = self._stamps[block_ids] != _NOT_FREE
+        is_free: BoolArray = self._stamps[block_ids] != _NOT_FREE
         return is_free
 
     def order(self) -> Int32Array:
@@ -86,6 +119,26 @@ class FreeQueue:
         ids = self._ring[cells]
         order: Int32Array = ids[self._stamps[ids] == cells]
         return order
+
+    def _scan(self, num_blocks: int) -> tuple[Int32Array, int]:
+        """The first num_blocks free blocks, and the position after the last of them."""
+        found: list[Int32Array] = []
+        missing, head = num_blocks, self._head
+        while missing:
+            cell = head & self._mask
+            stop = min(cell + missing + _SLACK, cell + self._tail - head, self._capacity)
+            ids = self._ring[cell:stop]
+            live = (self._stamps[ids] == np.arange(cell, stop, dtype=np.int32)).nonzero()[0]
+            if len(live) >= missing:
+                ids = ids[live[:missing]]
+                head += int(live[missing - 1]) + 1
+            else:
+                ids = ids[live]
+                head += stop - cell
+            found.append(ids)
+            missing -= len(ids)
+        first: Int32Array = found[0] if len(found) == 1 else np.concatenate([np.empty(0, np.int32), *found])
+        return first, head
 
     def _write(self, position: int, block_ids: Int32Array) -> None:
         cells = np.arange(position, position + len(block_ids)) & self._mask
@@ -101,8 +154,10 @@ class FreeQueue:
 
     def _make_room(self, num_blocks: int) -> None:
         """Compact when full: live entries fill at most half the ring, so this is rare."""
-        if self._tail - self._head + num_blocks <= self._capacity:
-            return
+        if self._tail - self._head + num_blocks > self._capacity:
+            self._compact()
+
+    def _compact(self) -> None:
         live = self.order()
         self._head, self._tail, self.num_free = 0, len(live), 0
         self._write(0, live)

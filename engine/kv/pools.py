@@ -1,6 +1,6 @@
 """The pools of a ledger as one: what is free, what fits, for blocks of one size or several.
 
-Owns the pools. Blocks that every group shares, one after the other, are one pool.
+Owns the pool of blocks of one size, which every group shares; slab_pools.py has the other kind.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ import numpy as np
 from blockferry.engine.kv.block_pool import BlockPool
 from blockferry.engine.kv.events import EventLog
 from blockferry.engine.kv.prefix_index import PrefixIndex
+from blockferry.engine.kv.slab_pools import SlabPools
 from blockferry.engine.kv.spec import KVCacheConfig
 from blockferry.engine.request import Int32Array
 
 
 class Pools(Protocol):
-    """All blocks of an instance. Needs are counted per pool."""
+    """All blocks of an instance. Needs are counted per pool, what is free in units of the smallest block.
+
+    What fits() or num_leading() has granted can be taken, in any order, until one of them is asked again.
+    """
 
     pools: tuple[BlockPool, ...]
 
@@ -27,17 +31,20 @@ class Pools(Protocol):
 
     @property
     def num_free(self) -> int:
-        """Blocks (of the smallest unit that moves between groups) that can be taken now."""
+        """Units that nobody holds: all of them can be taken, though not by every group."""
 
     @property
     def num_usable(self) -> int:
-        """All of them, without the null block."""
+        """All units, null blocks not counted: num_free when nothing is held."""
 
     def can_hold(self, needs: Sequence[int]) -> bool:
-        """Whether needs[p] blocks of each pool p exist, all at once."""
+        """Whether a sequence that never holds more than needs[p] blocks of each pool p always gets them when alone."""
 
-    def fits(self, needs: Sequence[int], *, num_reserved: int) -> bool:
-        """Whether needs[p] blocks can be taken of each pool p with num_reserved units left over."""
+    def fits(self, needs: Sequence[int], *, hits: Sequence[Int32Array] = (), num_reserved: int = 0) -> bool:
+        """Whether needs[p] blocks can be taken of each pool p with num_reserved units left over.
+
+        hits: cached blocks per group that are to be touched; those of them that are idle are among the needs.
+        """
 
     def num_leading(self, needs: Int32Array) -> int:
         """How many leading rows' needs [R, P] can be taken together."""
@@ -74,8 +81,9 @@ class SharedPool:
         """Whether needs[0] blocks exist."""
         return needs[0] <= self.num_usable
 
-    def fits(self, needs: Sequence[int], *, num_reserved: int) -> bool:
+    def fits(self, needs: Sequence[int], *, hits: Sequence[Int32Array] = (), num_reserved: int = 0) -> bool:
         """Whether needs[0] blocks are free beside num_reserved."""
+        del hits
         return needs[0] <= self.pools[0].num_free - num_reserved
 
     def num_leading(self, needs: Int32Array) -> int:
@@ -92,5 +100,7 @@ class SharedPool:
 
 
 def make_pools(config: KVCacheConfig, index: PrefixIndex, events: EventLog | None) -> Pools:
-    """The pools of a configuration."""
+    """The pools of a configuration. Raises ValueError for slabs of other groups."""
+    if config.slab is not None:
+        return SlabPools(config.slab, config.groups, index=index, events=events)
     return SharedPool(BlockPool(config.num_blocks, index=index, events=events))
