@@ -47,7 +47,7 @@ class Coordinator:
 
     def is_deferred(self, hit: PrefixHit) -> bool:
         """Whether a hit may only be used in the next step."""
-        return any(manager.is_deferred(hits) for manager, hits in self._hits(hit))
+        return any(manager.is_deferred(hits, hit.num_tokens) for manager, hits in self._hits(hit))
 
     def fits(self, row: int, demand: Demand, hit: PrefixHit, *, num_reserved: int) -> bool:
         """Whether the row can adopt hit and grow to the demand, with num_reserved blocks left over."""

@@ -121,6 +121,16 @@ def hit_rule(spec: AttentionSpec) -> HitRule:
             raise AssertionError(spec)
 
 
+def rule_of(spec: KVCacheSpec) -> HitRule | None:
+    """What a group keeps in reach; None for one that takes its blocks once and keeps them."""
+    spec = one_layer(spec)
+    if isinstance(spec, MambaSpec):
+        return StateRule()
+    if isinstance(spec, AttentionSpec) and spec.prefix_cacheable:
+        return hit_rule(spec)
+    return None
+
+
 def hit_alignment(groups: Sequence[KVCacheGroup], hash_block_size: int) -> int:
     """Tokens that every hit is a multiple of: the least common multiple of all blocks, or one hash block.
 

@@ -134,8 +134,9 @@ class MambaManager:
         """States cached before can be read from now on."""
         self._fresh.clear()
 
-    def is_deferred(self, hits: HitBlocks) -> bool:
+    def is_deferred(self, hits: HitBlocks, num_tokens: int) -> bool:
         """Whether the hit's state is written by a step that is still being put together."""
+        del num_tokens
         if not self._fresh or not len(hits[0]):
             return False
         return self.pool.entry_of(int(hits[0][-1])) in self._fresh

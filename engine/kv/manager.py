@@ -19,6 +19,7 @@ from blockferry.engine.kv.block_hash import ExtraKey, RequestHashes, append_plai
 from blockferry.engine.kv.block_pool import NULL_BLOCK_ID
 from blockferry.engine.kv.events import AllBlocksCleared, EventLog, KVEvent
 from blockferry.engine.kv.hit_search import PrefixHit
+from blockferry.engine.kv.room import Room
 from blockferry.engine.kv.spec import KVCacheConfig
 from blockferry.engine.kv.type_manager import DecodeDemand, Demand
 from blockferry.engine.request import Int32Array
@@ -86,6 +87,7 @@ class KVCacheManager:
         self._coordinator, self._search, self._cacher = parts.coordinator, parts.search, parts.cacher
         self._kept_lengths, self._kept_states = parts.shared.kept_lengths, parts.shared.kept_states
         self._replay_shift = parts.replay_shift
+        self.room = Room(config, self._coordinator, rows)
         self.num_usable_blocks = self._pools.num_usable
         self._num_watermark_blocks = int(options.watermark * config.num_blocks)
         self._no_hit = self._search.no_hit
@@ -112,17 +114,9 @@ class KVCacheManager:
         return 1.0 - self._pools.num_free / self.num_usable_blocks
 
     @property
-    def max_tokens_that_fit(self) -> int:
-        """Longest sequence that an otherwise empty pool and max_model_len allow."""
-        low, high = 0, self._rows.max_model_len
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.can_ever_fit(middle) else (low, middle - 1)
-        return low
-
-    def can_ever_fit(self, num_tokens: int) -> bool:
-        """Whether a sequence of num_tokens fits the pool when nothing else is in it."""
-        return self._pools.can_hold(self._coordinator.most_blocks(num_tokens))
+    def is_caching(self) -> bool:
+        """Whether anything is ever found in the prefix cache."""
+        return self._options.enable_caching
 
     def hash_prompt(
         self, token_ids: Int32Array, *, cache_salt: str = "", extra_keys: tuple[ExtraKey, ...] = ()
@@ -144,6 +138,10 @@ class KVCacheManager:
     def lookup(self, hashes: RequestHashes, num_tokens: int) -> PrefixHit:
         """Longest cached prefix of a sequence of num_tokens: at most num_tokens - 1."""
         return self._search.find(hashes.digests, max(0, num_tokens - 1))
+
+    def is_deferred(self, hit: PrefixHit) -> bool:
+        """Whether a hit ends in what this very step computes: allocate refuses it until the next one."""
+        return self._coordinator.is_deferred(hit)
 
     def start_row(self, row: int, hashes: RequestHashes) -> None:
         """Begin accounting for a row that the caller has assigned; the row extends hashes from now on."""

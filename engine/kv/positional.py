@@ -51,14 +51,21 @@ class PositionalManager:
         # [dropping layer, row]: columns before it that may go, have gone
         self._first_held: Int32Array = np.zeros((len(self._dropping), rows.max_rows), np.int32)
         self._shared_columns: dict[int, int] = {}  # row -> column of a hit's blocks that the row will write into
+        self._can_share_tails = self.tokens_per_block > context.retention.alignment
+        self._fresh: set[int] = set()  # entries under which blocks were cached in this step, if tails can be shared
 
     def start_step(self) -> None:
-        """Attention may read in the step that writes: nothing to do."""
+        """Blocks cached before can be copied from now on."""
+        self._fresh.clear()
 
-    def is_deferred(self, hits: HitBlocks) -> bool:
-        """Never: keys and values are written before they are read."""
-        del hits
-        return False
+    def is_deferred(self, hits: HitBlocks, num_tokens: int) -> bool:
+        """Whether a block that must be copied is written by a step that is still being put together.
+
+        Blocks that are only read can be: keys and values are written before they are read, but after all copies.
+        """
+        if not self._fresh or num_tokens % self.tokens_per_block == 0:
+            return False
+        return any(self.pool.entry_of(int(block_ids[-1])) in self._fresh for block_ids in hits if len(block_ids))
 
     # one row
 
@@ -96,8 +103,7 @@ class PositionalManager:
         if self._ends_inside(demand, hits[0]):
             self._shared_columns[row] = demand.num_local // self.tokens_per_block
             self.stack.num_cached[row] = self._shared_columns[row]
-        for place, layer in enumerate(self._dropping):
-            self._first_held[place, row] = self._first_skippable(layer, row)
+        self._keep_prompt(row)
 
     def take_external(self, row: int, demand: Demand) -> None:
         """Take blocks for tokens whose content comes from elsewhere and is still in reach."""
@@ -111,6 +117,8 @@ class PositionalManager:
     def grow(self, row: int, demand: Demand) -> None:
         """Take what the row lacks."""
         num_held = int(self.stack.num_blocks[row])
+        if not num_held:
+            self._keep_prompt(row)
         num_columns = cdiv(demand.num_slots + self._num_extra_tokens, self.tokens_per_block)
         column = self._shared_columns.pop(row, None)
         for layer in range(len(self._rules)):
@@ -209,10 +217,14 @@ class PositionalManager:
         return TailWish(layers=layers, column=column, num_tokens=length) if layers else None
 
     def cached(self, entries: Int32Array) -> None:
-        """Nothing to remember."""
+        """Blocks are found from now on, but copied from the next step on."""
+        if self._can_share_tails:
+            self._fresh.update(entries.tolist())
 
     def tail_cached(self, row: int, wish: TailWish, entry: int) -> None:
-        """Nothing to remember: the row goes on writing behind the tail."""
+        """As of cached(); the row goes on writing behind the tail."""
+        del row, wish
+        self._fresh.add(entry)
 
     def _chosen(self, rows: Int32Array, columns: Int32Array, block_ids: Int32Array) -> BoolArray | None:
         """Which of block_ids [groups, C] can serve a hit; None: all of them."""
@@ -230,6 +242,11 @@ class PositionalManager:
         if chosen is None and self._dropping:
             chosen = block_ids != 0
         return chosen
+
+    def _keep_prompt(self, row: int) -> None:
+        """A row begins: columns that its groups never let go of are as good as gone."""
+        for place, layer in enumerate(self._dropping):
+            self._first_held[place, row] = self._first_skippable(layer, row)
 
     def _num_skipped_blocks(self, layer: int, row: int, demand: Demand) -> int:
         if self._first_skippable(layer, row):

@@ -31,9 +31,9 @@ class SingleTakeManager:
     def start_step(self) -> None:
         """Nothing is shared, so nothing to do."""
 
-    def is_deferred(self, hits: HitBlocks) -> bool:
+    def is_deferred(self, hits: HitBlocks, num_tokens: int) -> bool:
         """There are no hits."""
-        assert not any(map(len, hits)), hits
+        assert not any(map(len, hits)), (hits, num_tokens)
         return False
 
     def most_blocks(self, num_tokens: int) -> int:

@@ -139,8 +139,8 @@ class TypeManager(Protocol):
     def start_step(self) -> None:
         """A new step begins; what earlier ones computed may be used."""
 
-    def is_deferred(self, hits: HitBlocks) -> bool:
-        """Whether a hit's content is only computed in this very step, so that the next one may use it."""
+    def is_deferred(self, hits: HitBlocks, num_tokens: int) -> bool:
+        """Whether what a hit of num_tokens reads before the step computes is only computed in this very step."""
 
     def most_blocks(self, num_tokens: int) -> int:
         """Most blocks that a sequence of num_tokens ever holds at once, in all groups."""

@@ -89,12 +89,12 @@ def check_lengths(request: Request, *, max_model_len: int) -> None:
 
 def check_fits_pool(request: Request, pool: KVCacheManager, *, num_tokens: int, instance_id: str) -> None:
     """Raises RequestRejected when num_tokens of this request can never be held by the instance's pool."""
-    if pool.can_ever_fit(num_tokens):
+    if pool.room.can_ever_fit(num_tokens):
         return
     raise RequestRejected(
         request.request_id,
         f"the prompt of {len(request.prompt_token_ids)} tokens with max_tokens={request.sampling.max_tokens} needs KV "
-        f"blocks for {num_tokens} tokens, but the pool of instance {instance_id} holds {pool.max_tokens_that_fit} "
+        f"blocks for {num_tokens} tokens, but the pool of instance {instance_id} holds {pool.room.max_tokens_that_fit} "
         f"tokens in {pool.num_usable_blocks} blocks; lower max_tokens, shorten the prompt or enlarge the cache",
     )
 

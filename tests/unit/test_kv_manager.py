@@ -214,12 +214,12 @@ def test_decode_lookahead_comes_from_the_constructor() -> None:
 def test_what_can_ever_fit_is_the_empty_pool() -> None:
     ledger = Ledger(num_blocks=6)
     ledger.admit(0, tokens(12))
-    assert (ledger.kv.can_ever_fit(20), ledger.kv.can_ever_fit(21)) == (True, False)
-    assert ledger.kv.max_tokens_that_fit == 20
+    assert (ledger.kv.room.can_ever_fit(20), ledger.kv.room.can_ever_fit(21)) == (True, False)
+    assert ledger.kv.room.max_tokens_that_fit == 20
 
 
 def test_what_fits_is_also_limited_by_the_model() -> None:
-    assert Ledger(num_blocks=100).kv.max_tokens_that_fit == 64
+    assert Ledger(num_blocks=100).kv.room.max_tokens_that_fit == 64
 
 
 # Decode
