@@ -6,9 +6,12 @@ another WIRE_VERSION is refused. Knows nothing of sockets.
     StepPlan, applied by a worker in this order:
       1. freed_rows     rows whose sequence ended, was preempted or left: forget them
       2. new_rows       rows that start here, with every token known so far
-      3. deltas         block table entries that changed: table[group][row, column] = block_id
-      4. copies, zero   copy-on-write pairs and blocks to clear, before anything is computed
-      5. rows           compute num_scheduled tokens of each row from num_computed on; where `sample`
+      3. deltas         block table entries that changed: table[group][row, column] = block_id. Entries of
+                        blocks that fell out of reach are not taken back: nothing reads them any more
+      4. zero           blocks to clear: new ones whose page may hold what another group left there
+      5. copies         blocks to copy, in order, once all are cleared: targets are often new. Nothing of the
+                        step is computed yet
+      6. rows           compute num_scheduled tokens of each row from num_computed on; where `sample`
                         is set, the last position's logits yield the row's next token, which the worker
                         appends to its own copy of the row
 """
@@ -24,13 +27,23 @@ from numpy.typing import NDArray
 
 from blockferry.engine.request import BoolArray, Int32Array, SamplingParams, TokenLogprobs
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 _EMPTY_I32: Int32Array = np.empty(0, np.int32)
+_NO_BLOCKS: NDArray[np.int32] = np.empty((0, 2), np.int32)
+_NO_COPIES: NDArray[np.int32] = np.empty((0, 3), np.int32)
 
 
 def _empty() -> Int32Array:
     return _EMPTY_I32
+
+
+def _no_blocks() -> NDArray[np.int32]:
+    return _NO_BLOCKS
+
+
+def _no_copies() -> NDArray[np.int32]:
+    return _NO_COPIES
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +80,8 @@ class StepPlan:
     freed_rows: Int32Array = dataclasses.field(default_factory=_empty)
     new_rows: tuple[NewRow, ...] = ()
     deltas: BlockDeltas = NO_DELTAS
-    copies: NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.empty((0, 2), np.int32))
-    zero: Int32Array = dataclasses.field(default_factory=_empty)
+    zero: NDArray[np.int32] = dataclasses.field(default_factory=_no_blocks)  # [n, 2]: group, block_id
+    copies: NDArray[np.int32] = dataclasses.field(default_factory=_no_copies)  # [n, 3]: group, source, target
     rows: Int32Array = dataclasses.field(default_factory=_empty)  # [R], no row twice
     num_computed: Int32Array = dataclasses.field(default_factory=_empty)  # [R] first position computed
     num_scheduled: Int32Array = dataclasses.field(default_factory=_empty)  # [R] >= 1

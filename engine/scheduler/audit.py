@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 
 from blockferry.engine.errors import LedgerCorrupted
+from blockferry.engine.kv.block_pool import NULL_BLOCK_ID
+from blockferry.engine.kv.groups import rule_of
+from blockferry.engine.kv.reach import cdiv
 from blockferry.engine.request import Int64Array
 from blockferry.engine.scheduler.batch import Phase
 from blockferry.engine.scheduler.handoff import Handoff, HandoffState
@@ -58,7 +61,7 @@ def _check_row(instance: Instance, row: int, samples: Int64Array) -> None:
     phase = Phase(batch.phase[row])
     sequence = batch.sequences[row]
     _require((sequence is None) == (phase in _WITHOUT_SEQUENCE), instance, f"phase {phase.name} and sequence", row)
-    num_blocks = instance.kv.num_blocks(row)
+    num_blocks = sum(instance.kv.num_blocks(row, group) for group in range(instance.kv.num_groups))
     if phase in _WITHOUT_BLOCKS:
         _require(num_blocks == 0, instance, f"a row in {phase.name} holds {num_blocks} blocks", row)
     if sequence is None:
@@ -72,11 +75,29 @@ def _check_row(instance: Instance, row: int, samples: Int64Array) -> None:
     if phase is Phase.DECODE:
         _require(num_planned < batch.limit[row], instance, "a decode row has nothing left to sample", row)
     if phase not in _WITHOUT_BLOCKS:
-        num_needed = instance.num_blocks_for(num_computed)
-        _require(num_blocks >= num_needed, instance, f"{num_blocks} blocks for {num_computed} computed tokens", row)
+        _check_blocks(instance, row)
     if phase is Phase.DECODE:
         num_expected = num_tokens + num_in_flight - 1
         _require(num_computed == num_expected, instance, f"{num_computed} computed, not {num_expected}", row)
+
+
+def _check_blocks(instance: Instance, row: int) -> None:
+    """The row must hold every block that its next token reads, in every group."""
+    num_computed = int(instance.rows.num_computed_tokens[row])
+    num_prompt_tokens = int(instance.rows.num_prompt_tokens[row])
+    for number, group in enumerate(instance.kv.config.groups):
+        rule = rule_of(group.spec)
+        if rule is None:
+            continue
+        size = group.spec.tokens_per_block
+        is_read = np.zeros(cdiv(num_computed, size), np.bool_)
+        is_read[max(0, rule.num_skipped(num_computed) // size) :] = True
+        is_read[: rule.first_skippable(num_prompt_tokens, size)] = True
+        block_ids = instance.kv.block_ids(row, number)
+        is_held = np.zeros(len(is_read), np.bool_)
+        is_held[: len(block_ids)] = block_ids[: len(is_read)] != NULL_BLOCK_ID
+        lost = np.flatnonzero(is_read & ~is_held).tolist()
+        _require(not lost, instance, f"group {number} lacks columns {lost} of {num_computed} computed tokens", row)
 
 
 def _check_order(instance: Instance) -> None:

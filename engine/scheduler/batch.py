@@ -109,6 +109,11 @@ class Batch:
         return self.max_rows - len(self._free_rows) - len(self._quarantine)
 
     @property
+    def num_free_rows(self) -> int:
+        """Rows that start() could give away now."""
+        return len(self._free_rows)
+
+    @property
     def num_running(self) -> int:
         """Rows that may be planned or preempted."""
         return len(self._prefill_rows) + len(self._decode_rows)

@@ -25,7 +25,7 @@ from blockferry.engine.scheduler.instance import Instance
 from blockferry.engine.scheduler.outputs import Finished, InstanceLoad, Route, StepOutput
 from blockferry.engine.scheduler.schedule import StepScheduler
 from blockferry.engine.scheduler.sequence import LOCAL_LANE, Rank, Sequence, Ticket, resolve_seed
-from blockferry.engine.scheduler.transfers import Handoffs
+from blockferry.engine.scheduler.transfers import Handoffs, check_ferriable
 from blockferry.engine.scheduler.update import Ended, apply_result
 from blockferry.engine.wire import StepPlan, StepResult
 
@@ -48,7 +48,7 @@ class CentralScheduler:
     ) -> None:
         """`connector` may be None when no route names two instances; every instance is declared to it here.
 
-        Raises ValueError for an unknown policy.
+        Raises ValueError for an unknown policy, ConfigError for a connector between ledgers that cannot be ferried.
         """
         self._instances = {instance.instance_id: instance for instance in instances}
         self._steppers = {instance_id: StepScheduler(one) for instance_id, one in self._instances.items()}
@@ -56,6 +56,7 @@ class CentralScheduler:
             if instance.config.policy not in POLICIES:
                 raise ValueError(f"policy={instance.config.policy!r} is unknown; use one of {', '.join(POLICIES)}")
             if connector is not None:
+                check_ferriable(instance)
                 connector.add_instance(instance.instance_id, num_ranks=instance.num_ranks)
         self._can_ferry = connector is not None
         self._handoffs = Handoffs(

@@ -2,6 +2,13 @@
 
 Owns the batch, the waiting queue, the ledger and the row table of one instance. Decides nothing about which rows
 compute what (schedule.py) or what a result means (update.py); both act through the verbs here.
+
+Blocks are given back when a step is planned, though earlier steps that read them may still be in flight: what fell
+out of a window, a state that has been passed, everything of a preempted row. That is safe because workers execute
+plans in order, so whoever gets such a block writes it in a later plan, after the last one that reads it. Bytes of a
+transfer keep no such order; rows that they reach hold still instead: a parked source row and an incoming target row
+are in no plan, so the ledger never skips anything of them, and steps planned before the target's blocks were taken
+retire first (the fence, handoff.py).
 """
 
 from __future__ import annotations
@@ -18,6 +25,7 @@ from blockferry.engine.request import Int32Array
 from blockferry.engine.rows import RowTable
 from blockferry.engine.scheduler.admission import WaitingQueue
 from blockferry.engine.scheduler.batch import Batch, Phase, RowView
+from blockferry.engine.scheduler.chunking import StateGrid
 from blockferry.engine.scheduler.sequence import Sequence
 from blockferry.engine.wire import NewRow
 
@@ -32,6 +40,19 @@ class StepRecord:
     sampled: RowView  # rows that get a token, in the plan's order
     num_ended: int  # Batch.num_ended when it was planned
     prefilled: tuple[Sequence, ...]  # sequences whose last known token this step computes
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Kept:
+    """What a newcomer must leave free, for older sequences. Lives within one pass of admissions."""
+
+    num_rows: int = 0
+    num_blocks: int = 0
+
+    def keep_for_one(self, num_blocks: int) -> None:
+        """Keep a row and num_blocks blocks more."""
+        self.num_rows += 1
+        self.num_blocks += num_blocks
 
 
 class Instance:
@@ -54,7 +75,7 @@ class Instance:
         self.kv = kv
         self.rows = rows
         self.num_ranks = num_ranks
-        self.block_size = kv.config.groups[0].spec.block_size  # tokens
+        self._grid = StateGrid.of(kv.config) if kv.is_caching else None
         self.batch = Batch(rows.max_rows)
         self.queue = WaitingQueue()
         self.in_flight: collections.deque[StepRecord] = collections.deque()
@@ -71,20 +92,24 @@ class Instance:
             return None
         return self.kv.lookup(sequence.hashes, len(sequence.token_ids))
 
-    def has_room_for(self, sequence: Sequence, hit: PrefixHit | None) -> bool:
-        """False when the sequence is sure to be refused; cheap and without effect."""
-        num_hit_tokens = 0 if hit is None else hit.num_tokens
-        num_blocks = self.num_blocks_for(len(sequence.token_ids)) - self.num_blocks_for(num_hit_tokens)
-        return self.batch.peek_free_row() is not None and num_blocks <= self.kv.num_free_blocks
+    def has_room_for(self, sequence: Sequence, hit: PrefixHit | None, kept: Kept) -> bool:
+        """Whether a row and the blocks of the whole sequence are free; cheap and without effect."""
+        if self.batch.num_free_rows <= kept.num_rows:
+            return False
+        num_blocks = self.kv.room.num_blocks_to_hold(len(sequence.token_ids), hit)
+        return num_blocks + kept.num_blocks <= self.kv.num_free_blocks
 
-    def admit(self, sequence: Sequence, hit: PrefixHit | None, *, num_budget_tokens: int) -> int | None:
+    def admit(self, sequence: Sequence, hit: PrefixHit | None, kept: Kept, *, num_budget_tokens: int) -> int | None:
         """Give a waiting sequence a row and the blocks of its first chunk; returns the chunk's tokens.
 
         None when no row or not enough blocks are free; then nothing has changed.
         """
+        sequence.junction = 0 if hit is None else hit.junction
         num_hit_tokens = 0 if hit is None else hit.num_tokens
-        num_new_tokens = min(num_budget_tokens, len(sequence.token_ids) - num_hit_tokens)
-        row = self._place(sequence, self._options(hit), phase=Phase.PREFILL, num_new_tokens=num_new_tokens)
+        num_missing = len(sequence.token_ids) - num_hit_tokens
+        num_new_tokens = self._cut(sequence, num_hit_tokens, num_missing, num_budget_tokens)
+        options = self._options(hit, kept.num_blocks)
+        row = self._place(sequence, options, phase=Phase.PREFILL, num_new_tokens=num_new_tokens)
         if row is None:
             return None
         self.queue.remove(sequence)
@@ -101,23 +126,31 @@ class Instance:
         if is_behind or self.batch.num_draining:
             return False
         hit = self.find_hit(sequence)
-        if not self.has_room_for(sequence, hit):
+        kept = Kept(num_blocks=self.num_outstanding_blocks())
+        if not self.has_room_for(sequence, hit, kept):
             return False
-        num_hit_tokens = 0 if hit is None else hit.num_tokens
+        num_external_tokens = len(sequence.token_ids) - (0 if hit is None else hit.num_tokens)
         options = dataclasses.replace(
-            self._options(hit), num_external_tokens=len(sequence.token_ids) - num_hit_tokens, delay_caching=True
+            self._options(hit, kept.num_blocks), num_external_tokens=num_external_tokens, delay_caching=True
         )
         return self._place(sequence, options, phase=Phase.INCOMING, num_new_tokens=0) is not None
 
+    def next_chunk(self, sequence: Sequence, *, num_budget_tokens: int) -> int:
+        """Tokens of the next chunk of a row in PREFILL, at least 1."""
+        row = sequence.row
+        assert row is not None, sequence
+        num_computed = int(self.rows.num_computed_tokens[row])
+        return self._cut(sequence, num_computed, int(self.rows.num_tokens[row]) - num_computed, num_budget_tokens)
+
     def grow(self, row: int, num_new_tokens: int) -> bool:
-        """Blocks for the row's next num_new_tokens tokens. False when not enough are free; nothing changed."""
+        """Blocks for the row's next num_new_tokens tokens. False when not enough are free; nothing was taken."""
         return self.kv.allocate(row, num_new_tokens, AllocateOptions())
 
     def activate(self, sequence: Sequence, first_token_id: int) -> None:
         """The prompt's blocks have arrived: cache them and decode on from the first token."""
         row = self._append_first_token(sequence, first_token_id)
         self.rows.num_computed_tokens[row] = self.rows.num_prompt_tokens[row]
-        self.kv.cache_filled(np.array([row], np.int32))
+        self.kv.cache_prefix(row)
         self.batch.set_phase(row, Phase.DECODE)
 
     def recompute(self, sequence: Sequence, first_token_id: int) -> None:
@@ -165,10 +198,6 @@ class Instance:
 
     # what others ask
 
-    def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks of the first group that num_tokens take."""
-        return self.kv.config.groups[0].spec.num_blocks_for(num_tokens)
-
     def num_in_flight(self, row: int) -> int:
         """Samples of the row that are planned and have not arrived."""
         num_planned = min(int(self.rows.num_computed_tokens[row]) + 1, int(self.batch.limit[row]))
@@ -176,10 +205,7 @@ class Instance:
 
     def num_outstanding_blocks(self) -> int:
         """Blocks that prefills in progress will still take for the tokens they have."""
-        num_blocks = 0
-        for row in self.batch.prefill_rows():
-            num_blocks += max(0, self.num_blocks_for(int(self.rows.num_tokens[row])) - self.kv.num_blocks(row))
-        return num_blocks
+        return sum(self.kv.room.num_blocks_to_finish(row) for row in self.batch.prefill_rows())
 
     def num_output_tokens(self, sequence: Sequence) -> int:
         """Tokens that the sequence has generated and that have arrived."""
@@ -211,11 +237,23 @@ class Instance:
 
     # steps of the above
 
-    def _options(self, hit: PrefixHit | None) -> AllocateOptions:
+    def _cut(self, sequence: Sequence, start: int, num_missing: int, num_budget_tokens: int) -> int:
+        """Tokens of a chunk from start: what is missing, within the budget and up to where a state is to be kept."""
+        num_tokens = min(num_missing, num_budget_tokens)
+        if self._grid is None:
+            return num_tokens
+        kept_lengths = self._grid.kept_lengths(
+            num_prompt_tokens=sequence.ticket.num_prompt_tokens,
+            num_tokens=start + num_missing,
+            junction=sequence.junction,
+        )
+        return self._grid.end_chunk(start, start + num_tokens, kept_lengths=kept_lengths) - start
+
+    def _options(self, hit: PrefixHit | None, num_reserved_blocks: int) -> AllocateOptions:
         return AllocateOptions(
             hit=hit,
             full_sequence_must_fit=True,
-            num_reserved_blocks=self.num_outstanding_blocks(),
+            num_reserved_blocks=num_reserved_blocks,
             apply_watermark=self.batch.num_occupied > 0,
         )
 

@@ -4,7 +4,10 @@
     2  decode   one token of every decode row, oldest first, in vector operations; out of blocks: the youngest
                 running row is preempted, unless it is the only one left, which waits
     3  prefill  the next chunk of every prefill in progress, oldest first
-    4  admit    the oldest waiting sequences, unless anything was preempted or is still draining
+    4  admit    the oldest waiting sequences, unless anything was preempted or is still draining. One whose prefix hit
+                ends in a state that this very step computes is set aside for the next step, with its row and blocks
+                kept free; younger ones go ahead as far as that leaves room. It is set aside again only for a longer
+                hit, so at most once per state block of its prompt
 
 The oldest row is never preempted for a younger one, so it always ends, and with it every other in turn.
 Counts advance here, at plan time; the tokens arrive in update.py.
@@ -17,9 +20,10 @@ from typing import Protocol
 
 import numpy as np
 
+from blockferry.engine.kv.hit_search import PrefixHit
 from blockferry.engine.request import BoolArray, Int32Array
 from blockferry.engine.scheduler.batch import Phase, RowView
-from blockferry.engine.scheduler.instance import Instance, StepRecord
+from blockferry.engine.scheduler.instance import Instance, Kept, StepRecord
 from blockferry.engine.scheduler.sequence import Sequence
 from blockferry.engine.wire import StepPlan
 
@@ -85,6 +89,7 @@ class StepScheduler:
         instance = self._instance
         if len(instance.in_flight) >= instance.config.num_steps_in_flight:
             return None
+        instance.kv.start_step()
         draft = PlanDraft(num_budget_tokens=instance.config.max_num_batched_tokens)
         num_preemptions = instance.num_preemptions
         self._feed_starved(gate)
@@ -127,11 +132,11 @@ class StepScheduler:
 
     def _plan_prefills(self, draft: PlanDraft, gate: HandoffGate) -> None:
         waiting_rows = self._batch.prefill_rows()
-        table = self._instance.rows
         while waiting_rows and draft.num_budget_tokens > 0:
             row = waiting_rows.pop(0)
-            num_missing = int(table.num_tokens[row] - table.num_computed_tokens[row])
-            num_tokens = min(num_missing, draft.num_budget_tokens)
+            sequence = self._batch.sequences[row]
+            assert sequence is not None, row
+            num_tokens = self._instance.next_chunk(sequence, num_budget_tokens=draft.num_budget_tokens)
             while not self._instance.grow(row, num_tokens):
                 if not waiting_rows:
                     self._starved_row = row
@@ -140,32 +145,51 @@ class StepScheduler:
             self._add_chunk(draft, row, num_tokens)
 
     def _admit(self, draft: PlanDraft, now_s: float, gate: HandoffGate) -> None:
+        instance = self._instance
+        kept = Kept(num_blocks=instance.num_outstanding_blocks())
+        deferred: list[Sequence] = []
         blocked_lanes: set[str] = set()
         while draft.num_budget_tokens > 0:
-            sequence = self._instance.queue.peek(blocked_lanes=blocked_lanes)
+            sequence = instance.queue.peek(blocked_lanes=blocked_lanes)
             if sequence is None:
-                return
-            hit = self._instance.find_hit(sequence)
-            if not self._instance.has_room_for(sequence, hit):
-                return
-            if sequence.is_ferried and not gate.reserve(sequence):
+                break
+            hit = instance.find_hit(sequence)
+            if not instance.has_room_for(sequence, hit, kept):
+                break
+            if hit is not None and instance.kv.is_deferred(hit):
+                instance.queue.remove(sequence)
+                deferred.append(sequence)
+                kept.keep_for_one(instance.kv.room.num_blocks_to_hold(len(sequence.token_ids), hit))
+            elif sequence.is_ferried and not gate.reserve(sequence):
                 blocked_lanes.add(sequence.lane)
-                continue
-            num_tokens = self._instance.admit(sequence, hit, num_budget_tokens=draft.num_budget_tokens)
-            if num_tokens is None:
+            elif not self._bring_in(draft, sequence, hit, kept=kept):
                 if sequence.is_ferried:
                     gate.withdraw(sequence)
-                return
-            assert sequence.row is not None, sequence
-            sequence.ticket.mark_scheduled(now_s, num_cached_tokens=sequence.num_hit_tokens)
-            self._add_chunk(draft, sequence.row, num_tokens)
+                break
+            else:
+                sequence.ticket.mark_scheduled(now_s, num_cached_tokens=sequence.num_hit_tokens)
+        for sequence in deferred:
+            instance.queue.push(sequence)
 
-    def _add_chunk(self, draft: PlanDraft, row: int, num_tokens: int) -> None:
+    def _bring_in(self, draft: PlanDraft, sequence: Sequence, hit: PrefixHit | None, *, kept: Kept) -> bool:
+        """Plan a waiting sequence's first chunk; False when there is no room, then nothing has changed."""
+        num_tokens = self._instance.admit(sequence, hit, kept, num_budget_tokens=draft.num_budget_tokens)
+        if num_tokens is None:
+            return False
+        assert sequence.row is not None, sequence
+        chunk = self._add_chunk(draft, sequence.row, num_tokens)
+        if not chunk.is_last:
+            kept.num_blocks += self._instance.kv.room.num_blocks_to_finish(sequence.row)
+        return True
+
+    def _add_chunk(self, draft: PlanDraft, row: int, num_tokens: int) -> Chunk:
         table = self._instance.rows
         sequence = self._batch.sequences[row]
         assert sequence is not None, row
         is_last = bool(table.num_computed_tokens[row] + num_tokens == table.num_tokens[row])
-        draft.add_chunk(Chunk(row=row, sequence=sequence, num_tokens=num_tokens, is_last=is_last))
+        chunk = Chunk(row=row, sequence=sequence, num_tokens=num_tokens, is_last=is_last)
+        draft.add_chunk(chunk)
+        return chunk
 
     def _preempt(self, row: int, gate: HandoffGate) -> None:
         sequence = self._batch.sequences[row]
@@ -194,6 +218,8 @@ class StepScheduler:
             freed_rows=instance.take_freed_rows(),
             new_rows=new_rows,
             deltas=instance.kv.take_deltas(),
+            zero=instance.kv.take_zero(),
+            copies=instance.kv.take_copies(),
             rows=rows,
             num_computed=num_computed,
             num_scheduled=num_scheduled,

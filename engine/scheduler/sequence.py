@@ -113,6 +113,7 @@ class Sequence:
     hashes: RequestHashes
     row: int | None = None
     num_hit_tokens: int = 0  # local prefix hit of the current admission
+    junction: int = 0  # end of a longer prefix that others share, whose states are to be kept now; 0: none
 
     @property
     def is_ferried(self) -> bool:

@@ -1,7 +1,8 @@
 """Every hand-off of the deployment, from add to the last byte that may land. handoff.py draws the states.
 
 Owns the hand-offs; issues TransferCommands through the connector and follows their outcomes. Moves no bytes,
-and ends no request itself: requests that fail are returned.
+and ends no request itself: requests that fail are returned. Ferries ledgers of one group of full attention, whose
+tables hold a block for every token; check_ferriable() refuses all others when a deployment is put together.
 """
 
 from __future__ import annotations
@@ -12,6 +13,10 @@ import numpy as np
 
 from blockferry.connectors.base import TransferCommand, TransferEvent, TransferState
 from blockferry.connectors.pd_scheduler import PdScheduler, TransferOutcome
+from blockferry.engine.errors import ConfigError
+from blockferry.engine.kv.reach import SpecKind
+from blockferry.engine.kv.spec import KVCacheSpec
+from blockferry.engine.request import Int32Array
 from blockferry.engine.scheduler.handoff import Handoff, HandoffFailed, HandoffState, LoadFailurePolicy
 from blockferry.engine.scheduler.instance import Instance
 from blockferry.engine.scheduler.sequence import LOCAL_LANE, Sequence, Ticket
@@ -164,19 +169,16 @@ class Handoffs:
         source, target = handoff.source, handoff.target
         num_tokens = handoff.ticket.num_prompt_tokens
         num_hit_tokens = handoff.target_sequence.num_hit_tokens  # D's own prefix hit is not ferried
-        first_block, first_token = divmod(num_hit_tokens, source.block_size)
-        src_block_ids = source.kv.block_ids(handoff.source_row)[first_block : source.num_blocks_for(num_tokens)]
-        dst_block_ids = target.kv.block_ids(handoff.target_row)[
-            num_hit_tokens // target.block_size : target.num_blocks_for(num_tokens)
-        ]
+        src_block_ids = _ferried_blocks(source, handoff.source_row, num_hit_tokens, num_tokens)
+        dst_block_ids = _ferried_blocks(target, handoff.target_row, num_hit_tokens, num_tokens)
         command = self._connector.begin(
             src_instance_id=source.instance_id,
             dst_instance_id=target.instance_id,
-            src_block_ids=np.asarray(src_block_ids, np.int32),
-            dst_block_ids=np.asarray(dst_block_ids, np.int32),
+            src_block_ids=src_block_ids,
+            dst_block_ids=dst_block_ids,
             num_tokens=num_tokens - num_hit_tokens,
             now_s=now_s,
-            first_token=first_token,
+            first_token=num_hit_tokens % _ferried_spec(source).block_size,
         )
         handoff.transfer_id = command.transfer_id
         handoff.num_blocks = len(dst_block_ids)
@@ -247,6 +249,30 @@ class Handoffs:
         handoff = self._by_handle[sequence.ticket.handle]
         assert handoff.state is state, (handoff.ticket.handle, handoff.state, state)
         return handoff
+
+
+def check_ferriable(instance: Instance) -> None:
+    """Raises ConfigError for an instance whose sequences cannot be handed over."""
+    groups = instance.kv.config.groups
+    kinds = [group.spec.kind for group in groups]
+    if kinds in ([SpecKind.FULL_ATTENTION], [SpecKind.MLA]):
+        return
+    raise ConfigError(
+        "instances",
+        f"{instance.instance_id} is to hand sequences over, but its cache has {len(groups)} groups "
+        f"({', '.join(kinds)}), and only one group of full attention can be ferried; use role mixed",
+    )
+
+
+def _ferried_spec(instance: Instance) -> KVCacheSpec:
+    """The spec of the one group that check_ferriable() lets through."""
+    return instance.kv.config.groups[0].spec
+
+
+def _ferried_blocks(instance: Instance, row: int, first_token: int, num_tokens: int) -> Int32Array:
+    """The row's blocks that hold tokens [first_token, num_tokens)."""
+    spec = _ferried_spec(instance)
+    return instance.kv.block_ids(row)[first_token // spec.block_size : spec.num_blocks_for(num_tokens)]
 
 
 def _reason(outcome: TransferOutcome) -> str:

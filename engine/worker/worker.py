@@ -140,8 +140,8 @@ class Worker:
         apply_deltas(self._tables, plan.deltas)
         if len(plan.copies) or len(plan.zero):
             assert self._cache is not None, "init_cache() comes first"
-            self._cache.pool.copy_blocks(plan.copies)
-            self._cache.pool.zero_blocks(plan.zero)
+            self._cache.pool.zero_blocks(plan.zero[:, 1])  # one pool for its one group
+            self._cache.pool.copy_blocks(plan.copies[:, 1:])
 
     def _compute(self, plan: StepPlan) -> StepOutcome:
         cache, parallel = self._cache, self._parallel

@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.sim_families import SPECS, can_cache, largest_step
 from support.simulator import VOCAB_SIZE, Shape, SimCluster
 
 from blockferry.connectors.base import TransferMode, TransferState
@@ -58,8 +59,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         stop_token_ids=st.sampled_from([(), (3,), (1, 5, 9)]),
         min_tokens=st.integers(0, 4),
+        num_prompt_logprobs=st.sampled_from([None, None, None, 0]),
     )
-    def add(self, data, num_prompt_tokens, max_tokens, family, priority, stop_token_ids, min_tokens):
+    def add(
+        self, data, num_prompt_tokens, max_tokens, family, priority, stop_token_ids, min_tokens, num_prompt_logprobs
+    ):
         self.add_one(
             family,
             num_prompt_tokens,
@@ -68,6 +72,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_tokens=max_tokens,
             stop_token_ids=stop_token_ids,
             min_tokens=min_tokens,
+            num_prompt_logprobs=num_prompt_logprobs,
         )
 
     def add_one(self, family, num_prompt_tokens, route, **options):
@@ -143,9 +148,21 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class MixedMachine(SchedulerMachine):
-    @initialize(shape=small_shapes)
-    def start(self, shape):
-        self.cluster = SimCluster(Shape(instance_id="mixed-0", **shape), max_model_len=48)
+    @initialize(
+        shape=small_shapes,
+        family=st.sampled_from(sorted(SPECS)),
+        has_draft=st.sampled_from([False, False, True]),
+        retention=st.sampled_from([None, None, 0, 1, 2]),
+    )
+    def start(self, shape, family, has_draft, retention):
+        num_groups = len(SPECS[family](1))
+        shape["num_blocks"] = 1 + (shape["num_blocks"] - 1) * num_groups
+        shape["enable_caching"] &= can_cache(family)
+        interval = None if retention is None else retention * largest_step(family, shape["block_size"])
+        self.cluster = SimCluster(
+            Shape(instance_id="mixed-0", family=family, has_draft=has_draft, retention_interval=interval, **shape),
+            max_model_len=48,
+        )
         self.routes = [Route(prefill="mixed-0", decode="mixed-0")]
 
 

@@ -1,164 +1,27 @@
-"""A deployment without models: workers that check every plan and compute tokens as a function of cache content.
-
-Each slot of a simulated pool holds a number that stands for keys and values: the chain hash of all tokens up to
-its position. The next token is a function of the last slot's number, so a wrong, stale or missing block shows up
-as a wrong token, or at once as a failed check.
-"""
+"""A deployment without models: CentralScheduler and simulated workers, advanced by hand."""
 
 import collections
 import dataclasses
 
 import numpy as np
+from support.sim_cache import GARBAGE
+from support.sim_families import family_groups
+from support.sim_worker import VOCAB_SIZE, SimWorker, reference
 
 from blockferry.connectors.base import TransferCommand, TransferEvent, TransferMode, TransferState
 from blockferry.connectors.pd_scheduler import PdScheduler
 from blockferry.engine.config import Role, SchedulerConfig
 from blockferry.engine.kv.assembly import LedgerOptions
-from blockferry.engine.kv.block_table import BlockTable
 from blockferry.engine.kv.manager import KVCacheManager
-from blockferry.engine.kv.reach import KVContent
-from blockferry.engine.kv.spec import AttentionSpec, KVCacheConfig, KVCacheGroup
+from blockferry.engine.kv.spec import KVCacheConfig
 from blockferry.engine.request import FinishReason, Request, SamplingParams
 from blockferry.engine.rows import RowTable
 from blockferry.engine.scheduler.central import CentralScheduler
 from blockferry.engine.scheduler.instance import Instance
 from blockferry.engine.scheduler.outputs import Finished, Route, StepOutput
-from blockferry.engine.wire import StepPlan, StepResult, pack, plan_from_bytes
+from blockferry.engine.wire import StepPlan
 
-VOCAB_SIZE = 23
-UNWRITTEN = 0
-GARBAGE = 7
-_MASK = (1 << 61) - 1
-
-
-def fold(state: int, token_id: int) -> int:
-    """The number of the slot after `state` that holds token_id."""
-    return ((state * 1_000_003 + int(token_id) + 1) * 2_654_435_761 + 12_345) & _MASK | 8
-
-
-def chain(token_ids) -> list[int]:
-    """Slot numbers of a sequence."""
-    states, state = [], 1
-    for token_id in token_ids:
-        state = fold(state, token_id)
-        states.append(state)
-    return states
-
-
-def next_token(state: int) -> int:
-    """The token that follows a slot number."""
-    return (state >> 13) % VOCAB_SIZE
-
-
-def reference(request: Request, *, max_model_len: int) -> tuple[list[int], FinishReason, int | None]:
-    """What any schedule must produce: output tokens, reason, stop token."""
-    sampling = request.sampling
-    tokens = request.prompt_token_ids.tolist()
-    limit = min(len(tokens) + sampling.max_tokens, max_model_len)
-    output: list[int] = []
-    while len(tokens) < limit:
-        token_id = next_token(chain(tokens)[-1])
-        tokens.append(token_id)
-        output.append(token_id)
-        if token_id in sampling.stop_token_ids and len(output) >= sampling.min_tokens:
-            return output, FinishReason.STOP, token_id
-    return output, FinishReason.LENGTH, None
-
-
-@dataclasses.dataclass(slots=True)
-class SimRow:
-    token_ids: list[int]
-    num_computed: int = 0
-
-
-class SimWorker:
-    """One instance's worker. Executes plans in order and asserts that each makes sense."""
-
-    def __init__(self, *, num_blocks: int, block_size: int, max_rows: int, max_model_len: int) -> None:
-        self.block_size = block_size
-        self.pool = np.zeros(num_blocks * block_size, np.int64)
-        self.table = BlockTable(max_rows=max_rows, max_blocks=-(-max_model_len // block_size) + 1)
-        self.rows: dict[int, SimRow] = {}
-        self.last_step = -1
-        self.num_computed_tokens = 0
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        plan = plan_from_bytes(pack(plan))  # as the wire does
-        assert plan.step_id == self.last_step + 1, "plans arrive in order"
-        self.last_step = plan.step_id
-        self._apply(plan)
-        assert len(plan.rows), "an empty step"
-        assert len(set(plan.rows.tolist())) == len(plan.rows), "a row twice in one plan"
-        self._check_writes(plan)
-        for row, start, count in self._spans(plan):
-            self._write(row, start, count)
-        sampled = []
-        for (row, start, count), sample in zip(self._spans(plan), plan.sample.tolist()):
-            last_state = self._read(row, start + count)
-            if sample:
-                assert start + count == len(self.rows[row].token_ids), "sampled before the last known token"
-                sampled.append(next_token(last_state))
-                self.rows[row].token_ids.append(sampled[-1])
-            self.rows[row].num_computed = start + count
-            self.num_computed_tokens += count
-        return StepResult(step_id=plan.step_id, token_ids=np.array(sampled, np.int32))
-
-    def slots(self, block_ids, first_token: int, num_tokens: int):
-        """Slot numbers of num_tokens tokens, counted along block_ids from first_token on."""
-        positions = np.arange(first_token, first_token + num_tokens)
-        assert len(block_ids) * self.block_size >= first_token + num_tokens, "more tokens than blocks"
-        return np.asarray(block_ids)[positions // self.block_size] * self.block_size + positions % self.block_size
-
-    def _apply(self, plan: StepPlan) -> None:
-        for row in plan.freed_rows.tolist():
-            self.rows.pop(row, None)
-            self.table.clear(row)
-        for new_row in plan.new_rows:
-            assert new_row.row not in self.rows, "a row started twice"
-            assert new_row.sampling.seed is not None
-            self.rows[new_row.row] = SimRow(new_row.token_ids.tolist(), num_computed=-1)
-        deltas = plan.deltas
-        if len(deltas):
-            assert (deltas.block_id > 0).all(), "the null block was handed out"
-            self.table.set(deltas.row, deltas.column, deltas.block_id)
-
-    def _spans(self, plan: StepPlan):
-        return list(zip(plan.rows.tolist(), plan.num_computed.tolist(), plan.num_scheduled.tolist()))
-
-    def _check_writes(self, plan: StepPlan) -> None:
-        written: dict[int, int] = {}
-        held: dict[int, set[int]] = collections.defaultdict(set)
-        for row, start, count in self._spans(plan):
-            state = self.rows[row]
-            assert count >= 1
-            assert state.num_computed in (-1, start), "a position computed twice or skipped"
-            assert start + count <= len(state.token_ids), "an unknown token is computed"
-            assert start + count <= self.table.num_blocks[row] * self.block_size, "a slot without a block"
-            for column in range(start // self.block_size, -(-(start + count) // self.block_size)):
-                block_id = int(self.table.block_ids[row, column])
-                assert written.setdefault(block_id, row) == row, "two rows write one block"
-            for block_id in self.table.row(row).tolist():
-                held[block_id].add(row)
-        for block_id, row in written.items():
-            others = held[block_id] - {row}
-            for other in others:
-                assert self._is_same_prefix(row, other, block_id), "a row writes a block that another one uses"
-
-    def _is_same_prefix(self, row: int, other: int, block_id: int) -> bool:
-        """True when both rows mean the same tokens by the block: a prefix hit within one step."""
-        column = self.table.row(row).tolist().index(block_id)
-        stop = (column + 1) * self.block_size
-        return self.rows[row].token_ids[:stop] == self.rows[other].token_ids[:stop]
-
-    def _write(self, row: int, start: int, count: int) -> None:
-        states = chain(self.rows[row].token_ids[: start + count])
-        self.pool[self.slots(self.table.row(row), start, count)] = states[start:]
-
-    def _read(self, row: int, num_tokens: int) -> int:
-        found = self.pool[self.slots(self.table.row(row), 0, num_tokens)].tolist()
-        assert UNWRITTEN not in found, "a slot that nobody wrote is read"
-        assert found == chain(self.rows[row].token_ids[:num_tokens]), "the cache holds other tokens' content"
-        return found[-1]
+__all__ = ["VOCAB_SIZE", "Shape", "SimCluster", "SimTransfer", "make_instance", "reference"]
 
 
 @dataclasses.dataclass(slots=True)
@@ -180,8 +43,11 @@ class Shape:
 
     instance_id: str
     role: Role = Role.MIXED
+    family: str = "full"  # see sim_families
+    has_draft: bool = False
     num_blocks: int = 64
-    block_size: int = 4
+    block_size: int = 4  # the hash block's size; see sim_families for the groups'
+    retention_interval: int | None = None
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 16
     num_steps_in_flight: int = 2
@@ -207,7 +73,9 @@ class SimCluster:
         self.now_s = 1000.0
         self.max_model_len = max_model_len
         self.instances = {shape.instance_id: make_instance(shape, max_model_len) for shape in shapes}
-        connector = PdScheduler(mode=mode, transfer_timeout_s=transfer_timeout_s)
+        connector = None
+        if len(shapes) > 1:
+            connector = PdScheduler(mode=mode, transfer_timeout_s=transfer_timeout_s)
         self.central = CentralScheduler(
             self.instances.values(),
             connector=connector,
@@ -217,12 +85,7 @@ class SimCluster:
             clock=lambda: self.now_s,
         )
         self.workers = {
-            shape.instance_id: SimWorker(
-                num_blocks=shape.num_blocks,
-                block_size=shape.block_size,
-                max_rows=shape.max_num_seqs,
-                max_model_len=max_model_len,
-            )
+            shape.instance_id: SimWorker(kv_config(shape), max_rows=shape.max_num_seqs, max_model_len=max_model_len)
             for shape in shapes
         }
         self.plans = {shape.instance_id: collections.deque() for shape in shapes}
@@ -328,14 +191,16 @@ class SimCluster:
         if not transfer.can_land(self.now_s):
             return
         command = transfer.command
-        worker = self.workers[command.dst_instance_id]
-        worker.pool[worker.slots(command.dst_block_ids, 0, command.num_tokens)] = GARBAGE
+        cache = self.workers[command.dst_instance_id].cache
+        cache.content[cache.slots(command.dst_block_ids, 0, command.num_tokens)] = GARBAGE
 
     def _move(self, command: TransferCommand) -> None:
-        source, target = self.workers[command.src_instance_id], self.workers[command.dst_instance_id]
+        source = self.workers[command.src_instance_id].cache
+        target = self.workers[command.dst_instance_id].cache
         source_slots = source.slots(command.src_block_ids, command.first_token, command.num_tokens)
         target_slots = target.slots(command.dst_block_ids, 0, command.num_tokens)
-        target.pool[target_slots] = source.pool[source_slots]
+        target.content[target_slots] = source.content[source_slots]
+        target.writer[target_slots] = source.writer[source_slots]
 
     def step_all(self) -> bool:
         """Plan, execute and commit once everywhere, and finish all transfers. False when nothing moved."""
@@ -398,16 +263,21 @@ class SimCluster:
             self.check_output(handle)
 
 
-def make_instance(shape: Shape, max_model_len: int) -> Instance:
-    rows = RowTable(max_rows=shape.max_num_seqs, max_model_len=max_model_len)
-    spec = AttentionSpec(block_size=shape.block_size, content=KVContent(num_kv_heads=1, head_dim=8, dtype_bytes=4))
-    config = KVCacheConfig(
+def kv_config(shape: Shape) -> KVCacheConfig:
+    return KVCacheConfig(
         num_blocks=shape.num_blocks,
-        groups=(KVCacheGroup(layer_ids=(0,), spec=spec),),
+        groups=family_groups(shape.family, shape.block_size, has_draft=shape.has_draft),
         hash_block_size=shape.block_size,
     )
-    kv = KVCacheManager(
-        config, rows, options=LedgerOptions(enable_caching=shape.enable_caching, watermark=shape.watermark)
+
+
+def make_instance(shape: Shape, max_model_len: int) -> Instance:
+    rows = RowTable(max_rows=shape.max_num_seqs, max_model_len=max_model_len)
+    options = LedgerOptions(
+        enable_caching=shape.enable_caching,
+        watermark=shape.watermark,
+        max_in_flight_tokens=shape.max_num_batched_tokens,
+        retention_interval=shape.retention_interval,
     )
     return Instance(
         shape.instance_id,
@@ -419,7 +289,7 @@ def make_instance(shape: Shape, max_model_len: int) -> Instance:
             num_steps_in_flight=shape.num_steps_in_flight,
             policy=shape.policy,
         ),
-        kv=kv,
+        kv=KVCacheManager(kv_config(shape), rows, options=options),
         rows=rows,
         num_ranks=shape.num_ranks,
     )

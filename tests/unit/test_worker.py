@@ -133,7 +133,7 @@ def test_blocks_are_copied_and_zeroed_before_the_step(path: Path, expected: list
     pages = target.pool.reshape(64, page_bytes)
 
     target.worker.execute(
-        StepPlan(step_id=9, copies=np.array([[block, other]], np.int32), zero=np.array([0], np.int32))
+        StepPlan(step_id=9, copies=np.array([[0, block, other]], np.int32), zero=np.array([[0, 0]], np.int32))
     )
 
     assert (pages[other] == pages[block]).all()
