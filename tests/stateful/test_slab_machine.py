@@ -139,7 +139,7 @@ class SlabMachine(RuleBasedStateMachine):
     def serve_the_longest(self) -> None:
         """A sequence as long as the ledger says it can be gets there alone; preempted once if its hit is scattered."""
         serving = self.serving
-        longest = min(serving.kv.max_tokens_that_fit, MAX_MODEL_LEN) - serving.num_lookahead - 1
+        longest = min(serving.kv.room.max_tokens_that_fit, MAX_MODEL_LEN) - serving.num_lookahead - 1
         if longest < 2:
             return
         tokens = ([0] * 40 + [7] * 8)[: longest // 2]
