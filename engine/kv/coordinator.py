@@ -115,9 +115,11 @@ class Coordinator:
             short, missing = short.keep(slice(num_grown)), [counts[:num_grown] for counts in missing]
         for manager, counts in zip(self.managers, missing, strict=True):
             mine = counts.nonzero()[0]
+            if not len(mine):
+                continue
             if len(mine) == len(counts):
                 manager.grow_in(short, counts)
-            elif len(mine):
+            else:
                 manager.grow_in(short.keep(mine), counts[mine])
         return len(demand.rows) if num_grown == len(due) else int(due[num_grown])
 

@@ -88,6 +88,15 @@ class HitSearch:
         self._alignment = sizes.alignment
         self._groups = list(groups)
         self._asked = [group for group in groups if group.is_draft or group.rule.needs_blocks(group.tokens_per_block)]
+        # how far after the end of a hit the block may end that must be there, or may serve it
+        self._num_tokens_beyond = max(
+            [
+                group.tokens_per_block
+                for group in self._asked
+                if group.is_draft or group.tokens_per_block > self._alignment
+            ],
+            default=0,
+        )
 
     @property
     def no_hit(self) -> PrefixHit:
@@ -123,17 +132,17 @@ class HitSearch:
     def _find_entries(self, chain: Sequence[bytes], max_tokens: int) -> Int32Array:
         """Entries of the hash blocks that can matter: up to the first block that full attention lacks.
 
-        And those that a draft computes again after that, which full attention need not hold.
+        And what lies beyond the end of a hit, which full attention need not hold.
         """
         first = self._asked[0]
-        num_draft_tokens = max(self._num_draft_tokens(group) for group in self._asked)
-        stop = (max_tokens + num_draft_tokens) // self._hash_block_size
+        max_tokens += max(self._num_draft_tokens(group) for group in self._asked)
+        stop = max_tokens // self._hash_block_size
         if isinstance(first.rule, FullRule):
             step = first.tokens_per_block // self._hash_block_size
             run = self._index.find_run(chain[step - 1 : stop : step])
-            if step == 1 and num_draft_tokens <= self._hash_block_size:
+            if step == 1 and self._num_tokens_beyond <= self._hash_block_size:
                 return run
-            stop = min(stop, (len(run) + 1) * step + num_draft_tokens // self._hash_block_size)
+            stop = min(stop, (len(run) + 1) * step + self._num_tokens_beyond // self._hash_block_size)
         return self._index.find(chain[:stop])
 
     def _num_draft_tokens(self, group: SearchGroup) -> int:

@@ -363,10 +363,13 @@ class KVCacheManager:
         if not self._options.enable_caching:
             return
         num_lookahead = self._options.num_hash_lookahead_tokens
-        num_tokens = max(0, min(num_tokens, int(self._rows.num_tokens[row]) - num_lookahead))
-        if num_tokens // self._hash_block_size > len(self._digests[row]):
-            self._hash_row(row, num_tokens + num_lookahead)
-        self._cacher.cache_row(row, num_tokens, self._digests)
+        num_hashable = max(0, min(num_tokens, int(self._rows.num_tokens[row]) - num_lookahead))
+        if num_hashable // self._hash_block_size > len(self._digests[row]):
+            self._hash_row(row, num_hashable + num_lookahead)
+        if num_hashable == num_tokens:
+            self._cacher.cache_row(row, num_tokens, self._digests)
+        else:  # a running state is of all tokens that were computed, so it is not of the last one hashed
+            self._cacher.cache_in(np.array([row], np.int32), np.array([num_hashable], np.int32), self._digests)
 
     def _extend_hashes(self, rows: Int32Array, num_full: Int32Array) -> None:
         """Hash rows [R] up to num_full [R] hash blocks; the usual case is one plain block in each."""
