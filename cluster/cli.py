@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer._click.exceptions import ClickException
 
-from blockferry.cluster import cli_bench, cli_output, cli_plan
+from blockferry.cluster import cli_bench, cli_kv, cli_output, cli_plan
 from blockferry.cluster.interrupt import Interrupted, stop_signals
 from blockferry.cluster.launch_progress import Progress, Report
 from blockferry.cluster.shipped import find_config
@@ -33,6 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(cli_bench.app, name="bench")
+app.add_typer(cli_kv.app, name="kv")
 app.command("plan")(cli_plan.plan_command)
 
 ConfigFile = Annotated[

@@ -1,8 +1,10 @@
 """Times the KV ledger alone: decode steps, prefill, churn under eviction, start and size of a large pool.
 
-Everything is synthetic and in this process; no model, no Ray. Comparable to a block manager's own benchmarks.
+Everything is synthetic and in this process; no model, no Ray. Comparable to a block manager's own benchmarks. Groups
+come in three mixes: full attention alone; full and five sliding windows; full, sliding and recurrent state.
 
-    decode_step     us of one step: allocate_decode + take_deltas + cache_filled for all rows
+    decode_step     us of one step: allocate_decode + everything that workers must hear + cache_filled, for all rows;
+                    rows are beyond their windows, so that every block that fills lets one go
     prefill         ms of one prompt: hash, look up, allocate and cache; `shared` is the cached share of it
     churn           us per request: look up, allocate, free, in a pool that must evict for every one
     pool_start      s to make a ledger
@@ -17,7 +19,7 @@ import gc
 import statistics
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -25,12 +27,13 @@ from blockferry.cluster.bench import scheduler_step
 from blockferry.cluster.bench.report import Report, Result
 from blockferry.engine.kv.assembly import LedgerOptions
 from blockferry.engine.kv.manager import AllocateOptions, KVCacheManager
-from blockferry.engine.kv.reach import KVContent
-from blockferry.engine.kv.spec import AttentionSpec, KVCacheConfig, KVCacheGroup
+from blockferry.engine.kv.reach import KVContent, WindowReach
+from blockferry.engine.kv.spec import AttentionSpec, KVCacheConfig, KVCacheGroup, KVCacheSpec, MambaSpec
 from blockferry.engine.request import Int32Array
 from blockferry.engine.rows import RowTable
 
 BLOCK_SIZE = 16
+WINDOW = 128  # tokens of a sliding window: short, so that the measured rows are beyond theirs
 VOCAB_SIZE = 49152
 
 
@@ -40,8 +43,9 @@ class KvBenchConfig:
 
     decode_rows: tuple[int, ...] = (256, 1024, 8192)
     scheduler_rows: tuple[int, ...] = (256, 1024)
-    num_prefill_tokens: int = 32768
-    prefill_shares: tuple[float, ...] = (0.0, 0.5, 1.0)  # cached share of the prompt
+    mixes: tuple[str, ...] = ("full", "full+5sliding", "full+sliding+mamba")
+    prefill_tokens: tuple[int, ...] = (4096, 32768)
+    prefill_shares: tuple[float, ...] = (0.0, 0.5, 0.9)  # cached share of the prompt
     num_churn_requests: int = 2000
     num_pool_blocks: int = 1 << 20
     num_runs: int = 5
@@ -52,17 +56,20 @@ def run_kv_bench(config: KvBenchConfig | None = None, on_start: Callable[[str], 
     """Measure everything; on_start is told each result's name as its measurement begins. About 30 s."""
     config = config or KvBenchConfig()
     results: list[Result] = []
-    for num_rows in config.decode_rows:
-        on_start(f"decode_step, {num_rows} rows")
-        results.append(_measure_decode(num_rows, config))
+    for mix in config.mixes:
+        for num_rows in config.decode_rows:
+            on_start(f"decode_step, {mix}, {num_rows} rows")
+            results.append(_measure_decode(mix, num_rows, config))
     if config.scheduler_rows:
         on_start("scheduler_step")
         results += scheduler_step.measure(config.scheduler_rows, num_runs=config.num_runs)
-    for shared in config.prefill_shares:
-        on_start(f"prefill, {shared:.0%} shared")
-        results.append(_measure_prefill(shared, config))
-    on_start("churn")
-    results.append(_measure_churn(config))
+    for mix in config.mixes:
+        for num_tokens in config.prefill_tokens:
+            for shared in config.prefill_shares:
+                on_start(f"prefill, {mix}, {num_tokens} tokens, {shared:.0%} shared")
+                results.append(_measure_prefill(mix, num_tokens, shared, config))
+        on_start(f"churn, {mix}")
+        results.append(_measure_churn(mix, config))
     on_start("pool_start")
     results.append(_measure_pool_start(config))
     on_start("pool_bytes")
@@ -70,18 +77,30 @@ def run_kv_bench(config: KvBenchConfig | None = None, on_start: Callable[[str], 
     return Report(command="bench kv", results=results)
 
 
+_CONTENT = KVContent(num_kv_heads=8, head_dim=128, dtype_bytes=2)
+_FULL = AttentionSpec(block_size=BLOCK_SIZE, content=_CONTENT)
+_SLIDING = AttentionSpec(block_size=BLOCK_SIZE, content=_CONTENT, reach=WindowReach(window=WINDOW))
+_STATES = MambaSpec(block_size=BLOCK_SIZE, shapes=((16, 128),), dtype_bytes=(4,))
+_MIXES: Mapping[str, tuple[KVCacheSpec, ...]] = {
+    "full": (_FULL,),
+    "full+5sliding": (_FULL, *(_SLIDING,) * 5),
+    "full+sliding+mamba": (_FULL, _SLIDING, _STATES),
+}
+
+
 class _Ledger:
     """A ledger and the rows it indexes, driven as a scheduler would."""
 
-    def __init__(self, *, num_blocks: int, max_rows: int, max_model_len: int) -> None:
+    def __init__(self, mix: str, *, num_blocks: int, max_rows: int, max_model_len: int) -> None:
+        """num_blocks is per group of the mix."""
         self.rows = RowTable(max_rows=max_rows, max_model_len=max_model_len)
-        spec = AttentionSpec(block_size=BLOCK_SIZE, content=KVContent(num_kv_heads=8, head_dim=128, dtype_bytes=2))
-        group = KVCacheGroup(layer_ids=(0,), spec=spec)
-        config = KVCacheConfig(num_blocks=num_blocks, groups=(group,), hash_block_size=BLOCK_SIZE)
+        groups = tuple(KVCacheGroup(layer_ids=(number,), spec=spec) for number, spec in enumerate(_MIXES[mix]))
+        config = KVCacheConfig(num_blocks=num_blocks * len(groups), groups=groups, hash_block_size=BLOCK_SIZE)
         self.kv = KVCacheManager(config, self.rows, options=LedgerOptions(watermark=0.0))
 
     def admit(self, row: int, token_ids: Int32Array) -> None:
-        """Look a prompt up, allocate and cache it whole."""
+        """Look a prompt up, allocate and cache it whole, in a step of its own."""
+        self.kv.start_step()
         hashes = self.kv.hash_prompt(token_ids)
         hit = self.kv.lookup(hashes, len(token_ids))
         self.rows.assign(row, token_ids, num_prompt_tokens=len(token_ids))
@@ -90,24 +109,30 @@ class _Ledger:
         assert fits, (row, len(token_ids), self.kv.num_free_blocks)
         self.rows.num_computed_tokens[row] = len(token_ids)
 
+    def tell_workers(self) -> None:
+        """Take everything that a step's plan would carry."""
+        self.kv.take_deltas()
+        self.kv.take_copies()
+        self.kv.take_zero()
+
     def end(self, row: int) -> None:
         """Free a row, blocks staying findable."""
         self.kv.free(row)
         self.rows.clear(row)
 
 
-def _measure_decode(num_rows: int, config: KvBenchConfig) -> Result:
+def _measure_decode(mix: str, num_rows: int, config: KvBenchConfig) -> Result:
     """Rows are spread evenly over the block, so that each step fills and takes num_rows / BLOCK_SIZE blocks.
 
     All steps are alike, so a run is the median step: other processes' turns do not count.
     """
     generator = np.random.default_rng(config.seed)
     num_steps = 4 * BLOCK_SIZE  # per run
-    max_model_len = 8 * BLOCK_SIZE + num_steps * (config.num_runs + 1)
+    max_model_len = WINDOW + 4 * BLOCK_SIZE + num_steps * (config.num_runs + 1)
     num_blocks = num_rows * (max_model_len // BLOCK_SIZE + 1) + 1
-    ledger = _Ledger(num_blocks=num_blocks, max_rows=num_rows, max_model_len=max_model_len)
+    ledger = _Ledger(mix, num_blocks=num_blocks, max_rows=num_rows, max_model_len=max_model_len)
     for row in range(num_rows):
-        ledger.admit(row, _tokens(generator, 4 * BLOCK_SIZE + row % BLOCK_SIZE))
+        ledger.admit(row, _tokens(generator, WINDOW + BLOCK_SIZE + row % BLOCK_SIZE))
     rows = np.arange(num_rows, dtype=np.int32)
     runs = []
     for _ in range(config.num_runs + 1):
@@ -115,8 +140,9 @@ def _measure_decode(num_rows: int, config: KvBenchConfig) -> Result:
         for _ in range(num_steps):
             sampled = _tokens(generator, num_rows)
             started_s = time.perf_counter()
+            ledger.kv.start_step()
             num_served = ledger.kv.allocate_decode(rows)
-            ledger.kv.take_deltas()
+            ledger.tell_workers()
             planned_s = time.perf_counter() - started_s
             assert num_served == num_rows, (num_served, num_rows)
             ledger.rows.num_computed_tokens[rows] += 1
@@ -125,15 +151,14 @@ def _measure_decode(num_rows: int, config: KvBenchConfig) -> Result:
             ledger.kv.cache_filled(rows)
             steps_s.append(planned_s + time.perf_counter() - started_s)
         runs.append(1e6 * statistics.median(steps_s))
-    params = {"rows": num_rows, "groups": 1, "block_size": BLOCK_SIZE}
+    params = {"rows": num_rows, **_of_mix(mix)}
     return Result(name="decode_step", params=params, unit="us", runs=runs[1:])  # the first one warms up
 
 
-def _measure_prefill(shared: float, config: KvBenchConfig) -> Result:
+def _measure_prefill(mix: str, num_tokens: int, shared: float, config: KvBenchConfig) -> Result:
     generator = np.random.default_rng(config.seed)
-    num_tokens = config.num_prefill_tokens
     num_blocks = (config.num_runs + 2) * (num_tokens // BLOCK_SIZE + 1)
-    ledger = _Ledger(num_blocks=num_blocks, max_rows=1, max_model_len=num_tokens)
+    ledger = _Ledger(mix, num_blocks=num_blocks, max_rows=1, max_model_len=num_tokens)
     prefix = _tokens(generator, int(shared * num_tokens))
     if len(prefix):
         ledger.admit(0, prefix)
@@ -145,15 +170,15 @@ def _measure_prefill(shared: float, config: KvBenchConfig) -> Result:
         ledger.admit(0, prompt)
         runs.append(1e3 * (time.perf_counter() - started_s))
         ledger.end(0)
-    params = {"tokens": num_tokens, "shared": shared, "groups": 1, "block_size": BLOCK_SIZE}
+    params = {"tokens": num_tokens, "shared": shared, **_of_mix(mix)}
     return Result(name="prefill", params=params, unit="ms", runs=runs[1:])
 
 
-def _measure_churn(config: KvBenchConfig) -> Result:
-    """Requests of 16 to 2,048 tokens, half of them with one of 8 prefixes, 16 at a time, in 4,096 blocks."""
+def _measure_churn(mix: str, config: KvBenchConfig) -> Result:
+    """Requests of 16 to 2,048 tokens, half of them with one of 8 prefixes, 16 at a time, in 4,096 blocks per group."""
     generator = np.random.default_rng(config.seed)
     num_rows, num_blocks, max_tokens = 16, 4096, 2048
-    ledger = _Ledger(num_blocks=num_blocks, max_rows=num_rows, max_model_len=max_tokens)
+    ledger = _Ledger(mix, num_blocks=num_blocks, max_rows=num_rows, max_model_len=max_tokens)
     prefixes = [_tokens(generator, max_tokens // 2) for _ in range(8)]
     runs = []
     for run in range(config.num_runs + 1):
@@ -169,9 +194,9 @@ def _measure_churn(config: KvBenchConfig) -> Result:
             if run or index >= num_rows:
                 ledger.end(index % num_rows)
             ledger.admit(index % num_rows, prompt)
-            ledger.kv.take_deltas()
+            ledger.tell_workers()
         runs.append(1e6 * (time.perf_counter() - started_s) / len(prompts))
-    params = {"blocks": num_blocks, "requests": config.num_churn_requests, "groups": 1, "block_size": BLOCK_SIZE}
+    params = {"blocks": num_blocks, "requests": config.num_churn_requests, **_of_mix(mix)}
     return Result(name="churn", params=params, unit="us", runs=runs[1:])
 
 
@@ -180,7 +205,7 @@ def _measure_pool_start(config: KvBenchConfig) -> Result:
     for _ in range(config.num_runs):
         gc.collect()
         started_s = time.perf_counter()
-        _Ledger(num_blocks=config.num_pool_blocks, max_rows=1024, max_model_len=32768)
+        _Ledger("full", num_blocks=config.num_pool_blocks, max_rows=1024, max_model_len=32768)
         runs.append(time.perf_counter() - started_s)
     return Result(name="pool_start", params={"blocks": config.num_pool_blocks, "groups": 1}, unit="s", runs=runs)
 
@@ -192,7 +217,7 @@ def _measure_pool_bytes(config: KvBenchConfig) -> Result:
     gc.collect()
     tracemalloc.start()
     try:
-        ledger = _Ledger(num_blocks=config.num_pool_blocks, max_rows=1, max_model_len=num_tokens)
+        ledger = _Ledger("full", num_blocks=config.num_pool_blocks, max_rows=1, max_model_len=num_tokens)
         while ledger.kv.stats().num_keys < ledger.kv.num_usable_blocks - num_tokens // BLOCK_SIZE:
             ledger.admit(0, _tokens(generator, num_tokens))
             ledger.end(0)
@@ -207,3 +232,7 @@ def _measure_pool_bytes(config: KvBenchConfig) -> Result:
 
 def _tokens(generator: np.random.Generator, num_tokens: int) -> Int32Array:
     return generator.integers(0, VOCAB_SIZE, num_tokens, np.int32)
+
+
+def _of_mix(mix: str) -> dict[str, int | str]:
+    return {"groups": len(_MIXES[mix]), "mix": mix, "block_size": BLOCK_SIZE}

@@ -5,7 +5,7 @@ from blockferry.cluster.bench.kv import KvBenchConfig, run_kv_bench
 TINY = KvBenchConfig(
     decode_rows=(4,),
     scheduler_rows=(4,),
-    num_prefill_tokens=64,
+    prefill_tokens=(64,),
     prefill_shares=(0.0, 0.5),
     num_churn_requests=40,
     num_pool_blocks=4096,
@@ -23,4 +23,5 @@ def test_every_documented_result_is_there_with_its_parameters() -> None:
     assert params["scheduler_step"] >= {"rows"}
     assert params["prefill"] >= {"tokens", "shared", "groups"}
     assert all(result["value"] > 0 for result in report["results"])
-    assert len(started) == 7
+    assert {result["params"].get("groups") for result in report["results"]} >= {1, 6, 3}
+    assert len(started) == 3 * (1 + 2 + 1) + 3
