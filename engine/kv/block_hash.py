@@ -1,8 +1,9 @@
 """Block hashes: what makes two full blocks hold the same keys and values.
 
-Chained SHA-256 over full blocks only, equal on every node and in every process:
+Chained SHA-224 over full blocks only, equal on every node and in every process (SHA-256 with a shorter digest: 112 bits
+against collisions are plenty, and a digest is an object of 64 bytes in place of 80):
 
-    digest[i] = SHA-256(digest[i-1] or NONE_HASH | tokens of block i, int32 little-endian | extra keys)
+    digest[i] = SHA-224(digest[i-1] or NONE_HASH | tokens of block i, int32 little-endian | extra keys)
 
 Owns no state but what RequestHashes holds for one request.
 """
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 
 from blockferry.engine.request import Int32Array
 
-NONE_HASH = hashlib.sha256(b"blockferry block hash v1").digest()
+NONE_HASH = hashlib.sha224(b"blockferry block hash v2").digest()
 """Parent of every first block; a constant, so that hashes agree between nodes."""
 
 
@@ -61,9 +62,9 @@ def append_plain(chains: Sequence[list[bytes]], chunks: Sequence[bytes]) -> None
 
     For blocks with a predecessor and without extra keys, the case of decode; about 1 us each.
     """
-    sha256 = hashlib.sha256
+    sha224 = hashlib.sha224
     for digests, chunk in zip(chains, chunks, strict=True):
-        digests.append(sha256(digests[-1] + chunk).digest())
+        digests.append(sha224(digests[-1] + chunk).digest())
 
 
 def hash_blocks(
@@ -89,7 +90,7 @@ def hash_blocks(
         chunk = data[offset : offset + chunk_bytes]
         if extra_keys:
             chunk += _encode_extra_keys(extra_keys, start + offset // 4, block_size)
-        parent = hashlib.sha256(parent + chunk).digest()
+        parent = hashlib.sha224(parent + chunk).digest()
         digests.append(parent)
     return digests
 

@@ -37,7 +37,6 @@ class BlockPool:
         self.place: Int32Array = np.zeros(num_blocks, np.int32)  # in the index; NO_PLACE without a hash
         self.further: dict[int, list[int]] = {}  # further places of a block, in order
         self.queue: FreeBlocks = FreeQueue(num_blocks)
-        self._scratch: Int32Array = np.empty(num_blocks, np.int32)  # scratch of _has_repeats
         self.index = index
         self.num_evicted = 0  # hashed blocks reused for something else, ever
         self.events = events
@@ -92,7 +91,7 @@ class BlockPool:
         block_ids = block_ids[block_ids != NULL_BLOCK_ID]
         ref_cnt = self.ref_cnt[block_ids] - np.int32(1)
         self.ref_cnt[block_ids] = ref_cnt
-        if self._has_repeats(block_ids):
+        if _has_repeats(block_ids):
             ref_cnt = self._drop_owners_again(block_ids)
         assert (ref_cnt >= 0).all(), block_ids[ref_cnt < 0]
         idle = block_ids if not ref_cnt.any() else block_ids[ref_cnt == 0]
@@ -173,12 +172,6 @@ class BlockPool:
             self.further.setdefault(block_id, []).append(place)
         self.index.add(np.array([place], np.int32), np.array([block_id], np.int32))
 
-    def _has_repeats(self, block_ids: Int32Array) -> bool:
-        """Whether an id comes twice. Cost: two passes over block_ids."""
-        places = np.arange(len(block_ids), dtype=np.int32)
-        self._scratch[block_ids] = places
-        return not bool((self._scratch[block_ids] == places).all())
-
     def _drop_owners_again(self, block_ids: Int32Array) -> Int32Array:
         """Owners left, per id, after free() has dropped but one of those that come twice; 1 where it comes again."""
         distinct, first, counts = np.unique(block_ids, return_index=True, return_counts=True)
@@ -188,3 +181,10 @@ class BlockPool:
         is_again[first] = False
         ref_cnt[is_again & (ref_cnt == 0)] = 1
         return ref_cnt
+
+
+def _has_repeats(block_ids: Int32Array) -> bool:
+    if len(block_ids) < 2:
+        return False
+    in_order = np.sort(block_ids)
+    return bool((in_order[1:] == in_order[:-1]).any())

@@ -121,11 +121,10 @@ class PositionalManager:
             self._keep_prompt(row)
         num_columns = cdiv(demand.num_slots + self._num_extra_tokens, self.tokens_per_block)
         column = self._shared_columns.pop(row, None)
-        for layer in range(len(self._rules)):
-            if column is not None:
+        if column is not None:
+            for layer in range(len(self._rules)):
                 self.stack.make_private(layer, row, column)
-            self.stack.take(layer, row, num_held, num_columns)
-        self.stack.num_blocks[row] = max(num_held, num_columns)
+        self.stack.take_columns(row, num_held, num_columns)
 
     def skip(self, row: int, num_computed: int) -> None:
         """Free the row's blocks that no token after num_computed ever reads, the last one first."""

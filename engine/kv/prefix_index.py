@@ -142,11 +142,12 @@ class PrefixIndex:
             del self._others[place]
 
     def remove_in(self, places: Int32Array, block_ids: Int32Array) -> None:
-        """remove() of each block [N] at its place [N]."""
+        """remove() of each block [N] at its place [N], no place twice."""
         if self._others:
-            for place, block_id in zip(places.tolist(), block_ids.tolist(), strict=True):
+            is_alone = np.array([place not in self._others for place in places.tolist()], np.bool_)
+            for place, block_id in zip(places[~is_alone].tolist(), block_ids[~is_alone].tolist(), strict=True):
                 self.remove(place, block_id)
-            return
+            places, block_ids = places[is_alone], block_ids[is_alone]
         assert (self._flat.take(places) == block_ids).all(), (places, block_ids)
         self._flat[places] = 0
         self.num_keys -= len(places)

@@ -49,6 +49,17 @@ class TableStack:
             self._log.add_new(int(self.groups[layer]), block_ids)
             self.write(layer, row, first, block_ids)
 
+    def take_columns(self, row: int, first: int, stop: int) -> None:
+        """take() in every layer; the row's length is set."""
+        if stop <= first:
+            return
+        num_layers, count = len(self.groups), stop - first
+        taken = self.pool.take(num_layers * count).reshape(num_layers, count)
+        self.tables[:, row, first:stop] = taken
+        self.num_blocks[row] = stop
+        self._log.add(self.groups, np.full(count, row, np.int32), np.arange(first, stop, dtype=np.int32), taken)
+        self._log_new(taken)
+
     def take_in(self, rows: Int32Array, counts: Int32Array) -> None:
         """Take counts [R], all >= 1, new columns for each of rows [R], in every layer."""
         columns = self.num_blocks.take(rows)
@@ -58,9 +69,7 @@ class TableStack:
         taken = self.pool.take(len(self.groups) * len(rows)).reshape(len(self.groups), len(rows))
         self._flat[:, self._places(rows, columns)] = taken
         self._log.add(self.groups, rows, columns, taken)
-        if self._log.has_zeroed_groups:
-            for layer, group in enumerate(self.groups.tolist()):
-                self._log.add_new(group, taken[layer])
+        self._log_new(taken)
 
     def entries(self, rows: Int32Array, columns: Int32Array) -> Int32Array:
         """Entries at (row, column) pairs [C], of all layers; shape [groups, C]."""
@@ -94,6 +103,11 @@ class TableStack:
         """Free these entries, in order, and leave nulls."""
         self.pool.free(self.tables[layers, rows, columns])
         self.tables[layers, rows, columns] = NULL_BLOCK_ID
+
+    def _log_new(self, taken: Int32Array) -> None:
+        if self._log.has_zeroed_groups:
+            for group, block_ids in zip(self.groups.tolist(), taken, strict=True):
+                self._log.add_new(group, block_ids)
 
     def _places(self, rows: Int32Array, columns: Int32Array) -> Int64Array:
         return rows * self._num_columns + columns
