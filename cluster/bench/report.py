@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 ParamValue = str | int | float | bool | None
+MAX_PARAM_COLUMNS = 4  # that fit a terminal beside name, value and unit
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,20 +76,22 @@ class Report:
             Path(target).write_text(text, encoding="utf-8")
 
     def print_table(self, console: Console | None = None) -> None:
-        """Print one row per result; parameters that all share stand in the caption, the others in columns."""
+        """Print one row per result; parameters of one value only stand in the caption, many others share a column."""
         every = list(dict.fromkeys(key for result in self.results for key in result.params))
-        values = {key: {result.params.get(key) for result in self.results} for key in every}
+        values = {key: {result.params[key] for result in self.results if key in result.params} for key in every}
         columns = [key for key in every if len(values[key]) > 1]
         shared = {key: next(iter(values[key])) for key in every if len(values[key]) == 1}
         caption = ", ".join(f"{key} {_cell(value)}" for key, value in shared.items() if value is not None)
         table = Table(title=f"blockferry {self.command}", caption=caption)
-        for heading in ["name", *columns]:
+        is_wide = len(columns) > MAX_PARAM_COLUMNS
+        for heading in ["name", *(["parameters"] if is_wide else columns)]:
             table.add_column(heading, no_wrap=heading == "name")
         table.add_column("value", justify="right", no_wrap=True)
         table.add_column("unit", no_wrap=True)
         for result in self.results:
-            cells = [_cell(result.params.get(column)) for column in columns]
-            table.add_row(result.name, *cells, f"{result.value:,.4g}", result.unit)
+            cells = {column: _cell(result.params.get(column)) for column in columns}
+            joined = ", ".join(f"{column} {cell}" for column, cell in cells.items() if cell)
+            table.add_row(result.name, *([joined] if is_wide else cells.values()), f"{result.value:,.4g}", result.unit)
         (console or Console()).print(table)
 
 
