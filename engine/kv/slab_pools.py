@@ -70,7 +70,7 @@ class SlabPools:
             pool.queue = queue
         self._geometry = geometry
         self._index = index
-        self._has_stalled = False  # whether the last question of a row without hit, or running, was refused
+        self._has_stalled = False  # whether the last question without a hit was refused though memory is there
         self._is_dropping = [group.spec.kind not in _NEVER_DROPPING for group in groups]
         self._pages_per_slab: Int32Array = np.array(geometry.pages_per_slab, np.int32)
         # exact arithmetic in fractions of a slab that are whole numbers for every page
@@ -117,12 +117,13 @@ class SlabPools:
             num_woken = queue.num_idle_slabs(hits[group]) if hits else 0
             num_slabs += max(num_woken, queue.num_slabs_for(need))
         is_short = num_slabs > self._table.idle.num_free
-        if has_hit and self._is_hopeless(is_short=is_short):
+        is_scattered = is_short and self._fits_dense(needs)
+        if has_hit and self._is_hopeless(is_scattered=is_scattered):
             for pool, block_ids in zip(self.pools, hits, strict=True):
                 pool.drop_hashes(block_ids)
             return False
         if not has_hit:
-            self._has_stalled = is_short
+            self._has_stalled = is_scattered
         if is_short:
             return False
         need_parts = sum(need * parts for need, parts in zip(needs, self._page_parts, strict=True))
@@ -138,7 +139,7 @@ class SlabPools:
         num_slabs = (-(-missing // self._pages_per_slab)).sum(axis=1)
         num_rows = int(np.searchsorted(num_slabs, self._table.idle.num_free, side="right"))
         self._table.promised[:] = needs[:num_rows].sum(axis=0).tolist()
-        self._has_stalled = num_rows == 0
+        self._has_stalled = num_rows == 0 and self._fits_dense(needs[0].tolist())
         return num_rows
 
     def clear_hashes(self) -> None:
@@ -181,16 +182,26 @@ class SlabPools:
         _require_none(is_waiting != should_wait, f"pages of group {queue.group} do not wait where they should")
         if np.count_nonzero(is_waiting) != queue.waiting.num_free:
             raise LedgerCorrupted(f"group {queue.group} counts {queue.waiting.num_free} waiting pages")
+        if np.count_nonzero(is_held) != queue.num_held:
+            raise LedgerCorrupted(f"group {queue.group} counts {queue.num_held} held pages")
         counts: Int32Array = np.bincount(slabs[is_held], minlength=len(is_idle)).astype(np.int32)
         return counts
 
-    def _is_hopeless(self, *, is_short: bool) -> bool:
+    def _is_hopeless(self, *, is_scattered: bool) -> bool:
         """Whether a hit stands in the way of a sequence that is alone.
 
         A hit's blocks may lie in many slabs, each with room only for its own group. A sequence that would fit in an
         empty pool may then be refused, or stall as it grows, end, and find the same hit again.
         """
-        return (is_short or self._has_stalled) and self.num_free == self.num_usable
+        return (is_scattered or self._has_stalled) and self.num_free == self.num_usable
+
+    def _fits_dense(self, needs: Sequence[int]) -> bool:
+        """Whether the needs would fit, if what is held were in as few slabs as possible."""
+        num_slabs = 0
+        for group, (queue, need) in enumerate(zip(self._queues, needs, strict=True)):
+            num_pages = queue.num_held + need - self._num_tail_pages(group)
+            num_slabs += cdiv(max(0, num_pages), queue.pages_per_slab)
+        return num_slabs <= self._geometry.num_slabs
 
     def _num_free_parts(self) -> int:
         waiting = zip(self._queues, self._page_parts, strict=True)

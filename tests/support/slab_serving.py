@@ -143,7 +143,7 @@ class Serving:
         num_external = min(admission.num_external_blocks * self.alignment, num_left // self.alignment * self.alignment)
         start = hit.num_tokens + num_external
         stop = self.chunk_end(start, min(len(tokens), start + admission.chunk))
-        if num_external and (admission.delay or self.state_blocks):
+        if num_external and admission.delay:
             stop = start
         if stop == hit.num_tokens:
             return False
