@@ -11,6 +11,7 @@ decides at which boundaries there are states at all.
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
@@ -109,6 +110,13 @@ class _PendingCopy:
     is_own: bool  # the row wrote it and goes on in it; else it is a hit's
 
 
+class _Export(NamedTuple):
+    """A state from within a prefill chunk, in a block of its own: where a hit on the whole prompt resumes."""
+
+    column: int  # where the row holds the block; of no meaning but that it is free
+    num_tokens: int  # that the state is of
+
+
 class MambaManager:
     """The TypeManager of groups of states at block boundaries; all groups hold states in the same columns."""
 
@@ -128,6 +136,8 @@ class MambaManager:
         self._has_running: BoolArray = np.zeros(rows.max_rows, np.bool_)  # its last columns are its own states
         self._first_held: Int32Array = np.zeros(rows.max_rows, np.int32)  # all columns before it are null
         self._pending: dict[int, _PendingCopy] = {}
+        self._exports_states = spec.num_prefill_checkpoint_blocks > 0
+        self._exports: dict[int, _Export] = {}  # of rows, not cached yet
         self._fresh: set[int] = set()  # entries under which states were cached in this step
 
     def start_step(self) -> None:
@@ -153,13 +163,15 @@ class MambaManager:
         num_columns = int(self.stack.num_blocks[row]) or max(num_skipped, len(hits[0]))
         num_external = max(0, cdiv(demand.num_total, self.tokens_per_block) - num_columns)
         num_new = num_external if demand.num_total > demand.num_local else 0
+        num_exported = int(self._export_of(row, demand, num_columns + num_new) is not None)
         num_required = self._num_required(demand.num_main)
         if num_required > num_columns + num_new:
             first = max(num_columns + num_new, num_required - self._num_speculative - 1)
             num_new += 1 if self._has_running[row] else num_required - first
         if row in self._pending or self._ends_inside(demand, hits[0][num_skipped:]):
             num_new += 1
-        return len(self.groups) * num_new + sum(self.pool.num_idle(block_ids[num_skipped:]) for block_ids in hits)
+        num_idle = sum(self.pool.num_idle(block_ids[num_skipped:]) for block_ids in hits)
+        return len(self.groups) * (num_new + num_exported) + num_idle
 
     def adopt(self, row: int, demand: Demand, hits: HitBlocks) -> None:
         """Start a row with a hit's states, which get one owner more."""
@@ -198,6 +210,11 @@ class MambaManager:
             num_columns = self._move_speculative(row, num_held, running_column, num_columns)
         if pending is not None:
             self._copy(row, pending)
+        export = self._export_of(row, demand, num_held)
+        if export is not None:
+            self._exports[row] = export
+            for layer in range(len(self.groups)):
+                self.stack.take(layer, row, export.column, export.column + 1)
         self._take_until(row, num_columns, num_required)
 
     def skip(self, row: int, num_computed: int) -> None:
@@ -207,6 +224,7 @@ class MambaManager:
     def drop(self, row: int) -> list[Int32Array]:
         """Forget a row and return its blocks per group, in table order; their owner count is untouched."""
         self._pending.pop(row, None)
+        self._exports.pop(row, None)
         self._has_running[row] = False
         self._first_held[row] = 0
         return self.stack.drop(row)
@@ -279,6 +297,11 @@ class MambaManager:
             retention=self._context.retention,
         )
         chosen = block_ids != 0
+        for row, export in list(self._exports.items()):
+            if export.num_tokens == (export.column + 1) * self.tokens_per_block:
+                del self._exports[row]  # of a whole block, so cached as such
+            else:
+                chosen[:, (rows == row) & (columns == export.column)] = False
         return make_wish(rows, columns, block_ids, chosen if kept is None else chosen & kept)
 
     def cached(self, entries: Int32Array) -> None:
@@ -286,7 +309,10 @@ class MambaManager:
         self._fresh.update(entries.tolist())
 
     def wish_tail(self, row: int, num_tokens: int) -> TailWish | None:
-        """The running state, when it is the last that a hit on the whole prompt can resume from, inside a block."""
+        """The last state that a hit on the whole prompt can resume from: exported, or the running one in its block."""
+        export = self._exports.get(row)
+        if export is not None and num_tokens >= export.num_tokens:
+            return TailWish(layers=list(range(len(self.groups))), column=export.column, num_tokens=export.num_tokens)
         if num_tokens != self.last_kept_length(row) or num_tokens % self.tokens_per_block == 0:
             return None
         column = num_tokens // self.tokens_per_block
@@ -295,8 +321,10 @@ class MambaManager:
         return TailWish(layers=list(range(len(self.groups))), column=column, num_tokens=num_tokens)
 
     def tail_cached(self, row: int, wish: TailWish, entry: int) -> None:
-        """Before the row computes on, the cache gets a copy of its running state."""
+        """Before the row computes on, the cache gets a copy of its running state; an exported one is its own."""
         self._fresh.add(entry)
+        if self._exports.pop(row, None) is not None:
+            return
         self._pending[row] = _PendingCopy(column=wish.column, is_own=True)
         self.stack.num_cached[row] = wish.column
 
@@ -304,6 +332,15 @@ class MambaManager:
         """The last length at which a hit on the row's whole prompt can resume, were it cached."""
         hash_block_size = self._context.hash_block_size
         return int(self._context.kept_lengths[row, 0]) // hash_block_size * hash_block_size
+
+    def _export_of(self, row: int, demand: Demand, num_held: int) -> _Export | None:
+        """What the chunk from num_total to num_main exports, into a column that is new and not the running state's."""
+        length = self.last_kept_length(row) if self._exports_states else 0
+        if demand.is_admission or not demand.num_total < length < demand.num_main:
+            return None
+        running = cdiv(demand.num_main, self.tokens_per_block) - 1
+        column = min(cdiv(length, self.tokens_per_block), running) - 1
+        return _Export(column=column, num_tokens=length) if column >= num_held else None
 
     def _num_required(self, num_main: int) -> int:
         return cdiv(num_main, self.tokens_per_block) + self._num_speculative

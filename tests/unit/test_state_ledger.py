@@ -1,12 +1,14 @@
 """States in the ledger, and what goes with them: cases that random histories found, each as small as it gets."""
 
+import dataclasses
+
 import numpy as np
 from support.kv_configs import attention, states
 
 from blockferry.engine.kv.assembly import LedgerOptions
 from blockferry.engine.kv.manager import AllocateOptions, KVCacheManager
 from blockferry.engine.kv.reach import FullReach
-from blockferry.engine.kv.spec import KVCacheConfig, KVCacheGroup, KVCacheSpec, ScratchRingSpec
+from blockferry.engine.kv.spec import KVCacheConfig, KVCacheGroup, KVCacheSpec, MambaSpec, ScratchRingSpec
 from blockferry.engine.request import Int32Array
 from blockferry.engine.rows import RowTable
 
@@ -101,3 +103,40 @@ def test_refused_decode_of_a_model_with_a_ring_changes_nothing() -> None:
     rows.append(ints(ROW), ints(7))
     assert kv.allocate_decode(ints(ROW)) == 0
     kv.check_integrity()
+
+
+def exporting(block_size: int) -> MambaSpec:
+    return dataclasses.replace(states(block_size), num_prefill_checkpoint_blocks=1)
+
+
+def test_state_from_within_a_chunk_is_found_at_the_prompts_last_boundary() -> None:
+    kv, rows = ledger(exporting(4), FULL)
+    start(kv, rows, 14)
+    compute(kv, rows, 14)
+    assert np.flatnonzero(kv.block_ids(ROW)).tolist() == [2, 3]  # of 12 tokens, and running
+    kv.check_integrity()
+    kv.start_step()
+    tokens = np.arange(14, dtype=np.int32)
+    assert kv.lookup(kv.hash_prompt(tokens), 14).num_tokens == 12
+
+
+def test_exported_state_of_part_of_a_block_is_found_under_its_own_length_only() -> None:
+    kv, rows = ledger(exporting(16), FULL)
+    start(kv, rows, 27)
+    compute(kv, rows, 27)
+    assert np.flatnonzero(kv.block_ids(ROW)).tolist() == [0, 1]  # the state of 24 tokens is in the block before
+    kv.start_step()
+    tokens = np.arange(40, dtype=np.int32)
+    assert [kv.lookup(kv.hash_prompt(tokens[:count]), count).num_tokens for count in (20, 25, 40)] == [0, 24, 24]
+    kv.free(ROW)
+    kv.check_integrity()
+
+
+def test_exported_state_needs_a_block_more() -> None:
+    kv, rows = ledger(exporting(4), num_blocks=2)
+    start(kv, rows, 14)
+    assert not compute(kv, rows, 14)
+    kv.check_integrity()
+    kv, rows = ledger(exporting(4), num_blocks=3)
+    start(kv, rows, 14)
+    assert compute(kv, rows, 14)
