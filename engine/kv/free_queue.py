@@ -85,11 +85,13 @@ class FreeQueue:
     def peek(self, num_blocks: int) -> Int32Array:
         """The first num_blocks free blocks, or all if there are fewer, in order; they stay.
 
-        Cost: O(num_blocks) amortised over removals, whose dead entries are dropped here once they are the larger part.
+        Cost: O(num_blocks) amortised: dead entries between them are dropped.
         """
-        if self._tail - self._head > 2 * self.num_free + _SLACK:
-            self._compact()
-        first, _ = self._scan(min(num_blocks, self.num_free))
+        first, end = self._scan(min(num_blocks, self.num_free))
+        if end - self._head > len(first):
+            self._head = end - len(first)
+            self._write(self._head, first)
+            self.num_free -= len(first)
         return first
 
     def remove(self, block_ids: Int32Array) -> None:
@@ -154,10 +156,8 @@ class FreeQueue:
 
     def _make_room(self, num_blocks: int) -> None:
         """Compact when full: live entries fill at most half the ring, so this is rare."""
-        if self._tail - self._head + num_blocks > self._capacity:
-            self._compact()
-
-    def _compact(self) -> None:
+        if self._tail - self._head + num_blocks <= self._capacity:
+            return
         live = self.order()
         self._head, self._tail, self.num_free = 0, len(live), 0
         self._write(0, live)

@@ -38,12 +38,15 @@ class OracleQueue:
 def test_order_is_that_of_a_linked_list(num_blocks: int, data: st.DataObject) -> None:
     queue, oracle = FreeQueue(num_blocks), OracleQueue(num_blocks)
     held: list[int] = []
-    for verb in data.draw(st.lists(st.sampled_from(["take", "front", "back", "remove"]), max_size=60)):
+    for verb in data.draw(st.lists(st.sampled_from(["take", "peek", "front", "back", "remove"]), max_size=60)):
         if verb == "take":
             count = data.draw(st.integers(0, len(oracle.free)))
             taken = queue.take(count).tolist()
             assert taken == oracle.take(count)
             held += taken
+        elif verb == "peek":
+            count = data.draw(st.integers(0, num_blocks))
+            assert queue.peek(count).tolist() == list(oracle.free)[:count]
         elif verb == "remove":
             gone = data.draw(st.lists(st.sampled_from(sorted(oracle.free)), unique=True)) if oracle.free else []
             queue.remove(np.asarray(gone, np.int32))
@@ -60,6 +63,23 @@ def test_order_is_that_of_a_linked_list(num_blocks: int, data: st.DataObject) ->
 
 def test_fresh_queue_is_ascending_without_the_null_block() -> None:
     assert FreeQueue(5).order().tolist() == [1, 2, 3, 4]
+
+
+def test_blocks_before_the_first_free_one_are_not_free() -> None:
+    queue = FreeQueue(6, first_free=4)
+    assert queue.order().tolist() == [4, 5]
+    assert queue.num_free == 2
+    assert not queue.is_free(np.array([0, 1, 3], np.int32)).any()
+    queue.push_front(np.array([2], np.int32))
+    assert queue.take(3).tolist() == [2, 4, 5]
+
+
+def test_looking_ahead_drops_the_dead_entries_passed() -> None:
+    queue = FreeQueue(1000)
+    queue.remove(np.arange(3, 900, dtype=np.int32))
+    assert queue.peek(4).tolist() == [1, 2, 900, 901]
+    assert queue._tail - queue._head == queue.num_free
+    assert queue.order().tolist() == [1, 2, *range(900, 1000)]
 
 
 def test_long_random_history_keeps_the_order_across_many_compactions() -> None:
