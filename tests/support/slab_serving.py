@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 
 import numpy as np
 
@@ -253,3 +254,33 @@ class Serving:
         self.kv.take_deltas()
         self.heard += self.kv.take_events()
         self.journal.append((self.kv.num_free_blocks, self.kv.stats().num_keys))
+
+
+def act(serving: Serving, rng: random.Random) -> None:
+    """Anything that a scheduler does, at random."""
+    choice = rng.random()
+    if choice < 0.4 and serving.free_rows():
+        tokens = [rng.randrange(2)] * rng.randint(1, 30) + [rng.randrange(2) for _ in range(rng.randint(0, 10))]
+        admission = Admission(
+            tokens=tokens,
+            chunk=rng.randint(1, CHUNK),
+            num_external_blocks=rng.choice((0, 0, 1)),
+            delay=rng.random() < 0.3,
+            must_fit=rng.random() < 0.5,
+            num_reserved=rng.choice((0, 0, 3)),
+            watermark=rng.random() < 0.5,
+        )
+        serving.admit(admission)
+    elif choice < 0.5 and serving.loading():
+        serving.end_load(rng.choice(serving.loading()), arrived=rng.random() < 0.7)
+    elif choice < 0.65 and serving.prefilling():
+        serving.prefill(rng.choice(serving.prefilling()), rng.randint(1, CHUNK))
+    elif choice < 0.85 and serving.decoding():
+        serving.decode(serving.decoding(), rng.randrange(2))
+    elif choice < 0.95 and serving.running:
+        end = serving.free if rng.random() < 0.7 else serving.pop
+        end(rng.choice(sorted(serving.running)))
+    elif serving.popped:
+        serving.release(0)
+    elif choice > 0.99:
+        serving.reset()
