@@ -40,11 +40,14 @@ class BlockReport:
     num_copies: int  # copies that are to be made from or to it
     hashes: tuple[bytes, ...]  # that it can be found under
     hash_group: int | None
+    is_in_use: bool = True  # False: its memory belongs to another group of a slab ledger, or to none
 
     def __str__(self) -> str:
         """One line for a person."""
         if self.block_id == NULL_BLOCK_ID:
             return "block 0 is the null block"
+        if not self.is_in_use:
+            return f"block {self.block_id} is not in use; its slab belongs to another group or to none"
         why = [f"row {owner.row} (group {owner.group}, column {owner.column})" for owner in self.owners]
         why += [f"{self.num_popped} ended rows to be released"] if self.num_popped else []
         why += [f"{self.num_copies} copies to be made"] if self.num_copies else []
@@ -80,6 +83,7 @@ def report_block(
         num_copies=sum((copy.source == block_id) + (copy.target == block_id) for copy in copies),
         hashes=tuple(pool.index.digest(place) for place in places),
         hash_group=pool.index.group(places[0]) if places else None,
+        is_in_use=bool(pool.in_use[block_id]),
     )
 
 

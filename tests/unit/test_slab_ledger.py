@@ -92,6 +92,15 @@ def test_a_slab_plan_becomes_a_ledger_that_serves() -> None:
     assert isinstance(serving.kv._pools, SlabPools)
 
 
+def test_a_report_says_of_each_page_whose_it_is() -> None:
+    serving = Serving(slab_config([full(4), window(4, 8)], geometry((2, 2), 4)))
+    serving.admit(Admission(tokens=[1] * 6))
+    assert str(serving.kv.report_block(1, 0)).startswith("block 1 is held by row 0 (group 0, column 0)")
+    assert str(serving.kv.report_block(1, 1)) == ("block 1 is not in use; its slab belongs to another group or to none")
+    serving.free(0)
+    assert str(serving.kv.report_block(1, 0)).startswith("block 1 is free, found under 1 hashes of group 0")
+
+
 def test_a_slab_plan_of_one_group_needs_no_slab_books() -> None:
     planned = plan([full(4)] * 3)
     config = ledger_config(planned)
