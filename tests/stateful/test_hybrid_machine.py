@@ -48,6 +48,15 @@ class HybridMachine(RuleBasedStateMachine):
     def forget(self, rng: random.Random, what: str) -> None:
         self.play(what, rng)
 
+    @rule(seed=st.integers(0, 1_000), num_operations=st.integers(1, 40))
+    def go_on_without_aim(self, seed: int, num_operations: int) -> None:
+        assert self.player is not None
+        rng = self.player.rng = random.Random(seed)
+        weights = [operation.weight for operation in OPERATIONS.values()]
+        for operation in rng.choices(list(OPERATIONS.values()), weights, k=num_operations):
+            operation.run(self.player)
+            self.player.books.check()
+
     def play(self, what: str, rng: random.Random) -> None:
         assert self.player is not None
         self.player.rng = rng
@@ -65,4 +74,4 @@ class HybridMachine(RuleBasedStateMachine):
 
 
 TestHybridLedger = HybridMachine.TestCase
-TestHybridLedger.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestHybridLedger.settings = settings(max_examples=50, stateful_step_count=25, deadline=None)

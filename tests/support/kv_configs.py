@@ -28,8 +28,8 @@ def states(block_size: int, *, num_speculative: int = 0) -> MambaSpec:
 
 
 def random_config(rng: random.Random) -> KVCacheConfig:
-    """1 to 6 groups of any cacheable types, one in three of them with states and hits inside blocks."""
-    resumes_inside = rng.random() < 0.35
+    """1 to 6 groups of any cacheable types, two in five of them with states and hits inside blocks."""
+    resumes_inside = rng.random() < 0.4
     hash_block = rng.choice((1, 2, 4))
     blocks = [hash_block * ratio for ratio in ((1, 2) if hash_block == 4 else (1, 2, 3, 4))]
     groups = [
@@ -52,8 +52,8 @@ def random_group(rng: random.Random, hash_block: int, blocks: list[int], resumes
     if kind == "states":
         return KVCacheGroup(layer_ids=(0,), spec=states(rng.choice(blocks)))
     block_size = rng.choice(blocks)
-    if resumes_inside and kind in {"window", "chunk"}:
-        block_size = hash_block
+    if resumes_inside:
+        block_size = hash_block if kind in {"window", "chunk"} else rng.choice(blocks[1:] * 2 + blocks[:1])
     reach: Reach
     match kind:
         case "full":

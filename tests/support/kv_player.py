@@ -46,6 +46,7 @@ class Player:
         self.running: dict[int, Request] = {}
         self.open: list[Part] = []
         self.is_step_open = False
+        self.counts_drafts = rng.random() < 0.5
         self.counts: collections.Counter[str] = collections.Counter()
 
     # requests come
@@ -129,7 +130,11 @@ class Player:
 
     def prefill(self) -> None:
         """A chunk of a prompt, or of what is computed again."""
-        rows = [row for row in self.free_to_plan() if self.computed(row) < len(self.running[row].tokens)]
+        rows = [
+            row
+            for row in self.free_to_plan()
+            if self.computed(row) < min(len(self.running[row].tokens), MAX_MODEL_LEN - 4)
+        ]
         if not rows:
             return
         row = self.rng.choice(rows)
@@ -138,12 +143,12 @@ class Player:
         self.grow(row, Part(request=request, num_rows=0, start=start, stop=stop))
 
     def verify(self) -> None:
-        """Decode one row with drafts that the ledger is told of as new tokens."""
+        """Decode one row by a call of its own; in half of the histories drafts are new tokens, else lookahead only."""
         rows = [row for row in self.decoding() if not self.running[row].num_in_flight]
         if not rows:
             return
         row = self.rng.choice(rows)
-        num_drafts = self.rng.randint(0, self.options.num_lookahead_tokens)
+        num_drafts = self.rng.randint(0, self.options.num_lookahead_tokens) if self.counts_drafts else 0
         start = self.computed(row)
         part = Part(
             request=self.running[row],
@@ -201,7 +206,7 @@ class Player:
             assert not self.books.further(rows[num_served], ask, lookahead).must, ask
         for row in rows[:num_served]:
             start, request = self.computed(row), self.running[row]
-            most = 0 if request.num_in_flight else self.options.num_lookahead_tokens
+            most = 0 if request.num_in_flight or self.counts_drafts else self.options.num_lookahead_tokens
             num_drafts = self.rng.randint(0, most)
             self.schedule(
                 row,

@@ -165,19 +165,24 @@ class Shadow:
                 self._read(group, work.tables[group][column], 0, work.names[work.start])
 
     def _write_states(self, work: Work) -> dict[int, int]:
-        """The running state of the last token that is no draft, and behind it one state per draft."""
+        """The state after the last token that is no draft, and one per accepted draft, in the row's last columns.
+
+        A state that may be kept but is not in the column of its length is copied there, if the row still has that.
+        """
         columns: dict[int, int] = {}
         for group, spec in enumerate(self.specs):
             if not isinstance(spec, MambaSpec):
                 continue
             table, first_end, end = work.tables[group], work.stop - work.num_drafts, work.stop - work.num_rejected
-            running = (first_end - 1) // spec.block_size
+            running = len(table) - 1 - spec.num_speculative_blocks
             for accepted in range(first_end, end + 1):
                 self._write(group, table[running + accepted - first_end], 0, work.names[accepted])
             columns[group] = running + end - first_end
             boundary = end // spec.block_size * spec.block_size
-            if boundary > first_end:  # a state that may be kept, among those of the drafts: copied to its own block
-                self._write(group, table[running], 0, work.names[boundary])
+            column = boundary // spec.block_size - 1
+            if boundary >= first_end and column != running + boundary - first_end and table[column]:
+                assert column != columns[group] or boundary == end, (work, column)
+                self._write(group, table[column], 0, work.names[boundary])
         return columns
 
     # pages
