@@ -38,6 +38,7 @@ class BlockPool:
         self.further: dict[int, list[int]] = {}  # further places of a block, in order
         self.queue: FreeBlocks = FreeQueue(num_blocks)
         self.index = index
+        self._has_tails = False  # whether a block that is not full was ever cached: only such a one is cached again
         self.num_evicted = 0  # hashed blocks reused for something else, ever
         self.events = events
 
@@ -107,9 +108,8 @@ class BlockPool:
     def cache(self, groups: Int32Array, block_ids: Int32Array, entries: Entries) -> None:
         """Let held blocks [N] of groups ([N] or [1]) be found under entries [N], and still under their heads' ones."""
         places = self.index.places(groups, entries.ids)
-        before = self.place.take(block_ids)
-        if before.any():
-            for block_id, place in zip(block_ids.tolist(), before.tolist(), strict=True):
+        if self._has_tails:
+            for block_id, place in zip(block_ids.tolist(), self.place.take(block_ids).tolist(), strict=True):
                 if place != NO_PLACE:
                     self.further.setdefault(block_id, []).insert(0, place)
         self.place[block_ids] = places
@@ -170,6 +170,7 @@ class BlockPool:
             self.place[block_id] = place
         else:
             self.further.setdefault(block_id, []).append(place)
+        self._has_tails = True
         self.index.add(np.array([place], np.int32), np.array([block_id], np.int32))
 
     def _drop_owners_again(self, block_ids: Int32Array) -> Int32Array:

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from blockferry.engine.request import Int32Array
 from blockferry.engine.wire import NO_DELTAS, BlockDeltas
 
+_NOTHING_TO_CLEAR: NDArray[np.int32] = np.empty((0, 2), np.int32)
+
 
 class BlockCopy(NamedTuple):
     """One block to copy before anything is computed; both ends are held until the copy is taken."""
@@ -78,13 +80,15 @@ class LedgerLog:
 
     def take_zero(self) -> NDArray[np.int32]:
         """Blocks to clear since the last take, as (group, block) pairs [n, 2], group after group."""
+        if not self._zero:
+            return _NOTHING_TO_CLEAR
         pairs = []
         for group, fresh in self._zero.items():
             if fresh:
                 block_ids = np.concatenate(fresh)
                 pairs.append(np.stack([np.full(len(block_ids), group, np.int32), block_ids], axis=1))
                 fresh.clear()
-        return np.concatenate(pairs) if pairs else np.empty((0, 2), np.int32)
+        return np.concatenate(pairs) if pairs else _NOTHING_TO_CLEAR
 
 
 class _Change(NamedTuple):

@@ -46,6 +46,7 @@ class AllocateOptions:
 
 
 DEFAULT_OPTIONS = AllocateOptions()
+_NO_COPIES: NDArray[np.int32] = np.empty((0, 3), np.int32)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,13 +187,13 @@ class KVCacheManager:
         Returns how many leading rows got it; the others are unchanged. Caches nothing: cache_filled does
         once the tokens are known. Cost: a handful of vector operations per group.
         """
+        rows = rows.astype(np.intp, copy=False)  # the type that indexing converts to, once for all of it
         num_computed = self._rows.num_computed_tokens.take(rows)
         self._coordinator.skip_in(rows, num_computed)
-        num_main = num_computed + np.int32(1)
-        num_slots = num_main
+        num_main = num_slots = num_computed + np.int32(1)
         if self._options.num_lookahead_tokens:
             num_slots = num_main + np.int32(self._options.num_lookahead_tokens)
-        num_slots = np.minimum(num_slots, self._rows.max_model_len)
+            np.minimum(num_slots, self._rows.max_model_len, out=num_slots)
         return self._coordinator.grow_leading(DecodeDemand(rows=rows, num_main=num_main, num_slots=num_slots))
 
     def cache_filled(self, rows: Int32Array) -> None:
@@ -203,11 +204,12 @@ class KVCacheManager:
         """
         if not self._options.enable_caching:
             return
+        rows = rows.astype(np.intp, copy=False)
         num_tokens = self._rows.num_computed_tokens.take(rows)
         due = self._cacher.is_due(rows, num_tokens)
         if not len(due):
             return
-        rows, num_tokens = rows[due], num_tokens[due]
+        rows, num_tokens = rows.take(due), num_tokens.take(due)
         num_known = self._rows.num_tokens.take(rows)
         if self._options.num_hash_lookahead_tokens:
             num_known -= np.int32(self._options.num_hash_lookahead_tokens)
@@ -285,6 +287,8 @@ class KVCacheManager:
         Their extra owners are given back: steps run in order, so whoever gets the blocks next writes after the copy.
         """
         copies = self._log.take_copies()
+        if not copies:
+            return _NO_COPIES
         for copy in copies:
             pool = self._pools.pools[self._pools.pool_of(copy.group)]
             pool.free(np.array([copy.source, copy.target], np.int32))

@@ -62,7 +62,8 @@ class PrefixCacher:
             blocks = manager.wish_in(rows, self._limits(manager, num_tokens))
             if blocks is not None:
                 step = manager.tokens_per_block // self._sizes.hash_block_size
-                wishes.append(_Wish(manager=manager, blocks=blocks, numbers=(blocks.columns + 1) * step - 1))
+                numbers = blocks.columns if step == 1 else (blocks.columns + 1) * step - 1
+                wishes.append(_Wish(manager=manager, blocks=blocks, numbers=numbers))
         if not wishes:
             return
         if _are_alike(wishes):

@@ -75,14 +75,22 @@ class PrefixIndex:
 
     def obtain(self, digests: Sequence[bytes]) -> Entries:
         """The entry of each digest, made where there is none; the caller adds blocks to all of them."""
-        found = [*map(self._entry_of.get, digests)]
-        if not any(found):
-            return self._make(digests)
-        entries = np.array([entry or NO_ENTRY for entry in found], np.int32)
-        missing = (entries == NO_ENTRY).nonzero()[0]
-        if len(missing):
-            entries[missing] = self._make([digests[place] for place in missing.tolist()]).ids
-        return Entries(ids=entries, are_fresh=False)
+        num_before = len(self._digests)
+        candidates = self._candidates(len(digests))
+        ids = [*map(self._entry_of.setdefault, digests, candidates)]
+        are_fresh = ids == candidates
+        if are_fresh and ids[0] == num_before:
+            self._digests += digests
+        else:
+            self._digests += [None] * (candidates[-1] + 1 - num_before)
+            for entry, candidate, digest in zip(ids, candidates, digests, strict=True):
+                if entry == candidate:
+                    self._digests[entry] = digest
+                else:
+                    self._unused.append(candidate)
+        while len(self._digests) > len(self.blocks):
+            self._grow()
+        return Entries(ids=np.array(ids, np.int32), are_fresh=are_fresh)
 
     def place(self, group: int, entry: int) -> int:
         """Where a group's block under an entry is found."""
@@ -186,35 +194,15 @@ class PrefixIndex:
         self.num_keys = 0
         self.num_drops += 1
 
-    def _make(self, digests: Sequence[bytes]) -> Entries:
-        """New entries, one per distinct digest."""
-        num_before, num_digests = len(self._entry_of), len(digests)
+    def _candidates(self, count: int) -> list[int]:
+        """Entries that are not in use, ascending from the last reused one on, no longer counted as unused."""
         unused, first = self._unused, len(self._digests)
-        num_used = min(num_digests, len(unused))
-        ids: Sequence[int] = range(first, first + num_digests)
-        if num_used:
-            ids = [*unused[len(unused) - num_used :], *ids[: num_digests - num_used]]
-        self._entry_of.update(zip(digests, ids, strict=True))
-        if len(self._entry_of) != num_before + num_digests:
-            return self._make_distinct(digests, num_before)
-        if num_used:
-            del unused[len(unused) - num_used :]
-            for entry, digest in zip(ids[:num_used], digests, strict=False):
-                self._digests[entry] = digest
-        self._digests += digests[num_used:]
-        while len(self._digests) > len(self.blocks):
-            self._grow()
-        if not num_used:
-            return Entries(ids=np.arange(first, first + num_digests, dtype=np.int32), are_fresh=True)
-        return Entries(ids=np.array(ids, np.int32), are_fresh=True)
-
-    def _make_distinct(self, digests: Sequence[bytes], num_before: int) -> Entries:
-        """As _make, after it has found that a digest comes more than once."""
-        while len(self._entry_of) > num_before:
-            self._entry_of.popitem()
-        distinct = list(dict.fromkeys(digests))
-        entry_of = dict(zip(distinct, self._make(distinct).ids.tolist(), strict=True))
-        return Entries(ids=np.array([entry_of[digest] for digest in digests], np.int32), are_fresh=False)
+        if not unused:
+            return [*range(first, first + count)]
+        num_used = min(count, len(unused))
+        candidates = unused[len(unused) - num_used :]
+        del unused[len(unused) - num_used :]
+        return [*candidates, *range(first, first + count - num_used)]
 
     def _grow(self) -> None:
         self.blocks = np.concatenate([self.blocks, np.zeros_like(self.blocks)])

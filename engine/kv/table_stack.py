@@ -68,7 +68,7 @@ class TableStack:
             rows, columns = np.repeat(rows, counts), np.repeat(columns, counts) + count_up(counts)
         taken = self.pool.take(len(self.groups) * len(rows)).reshape(len(self.groups), len(rows))
         self._flat[:, self._places(rows, columns)] = taken
-        self._log.add(self.groups, rows, columns, taken)
+        self._log.add(self.groups, rows.astype(np.int32, copy=False), columns, taken)
         self._log_new(taken)
 
     def entries(self, rows: Int32Array, columns: Int32Array) -> Int32Array:

@@ -153,7 +153,7 @@ def test_block_shared_by_rows_that_end_together_is_freed_once() -> None:
 def test_full_block_stays_findable_under_the_hash_of_its_head() -> None:
     pool = make(4)
     pool.take(1)
-    cache(pool, 0, ids(1), [b"head"])
+    pool.cache_also(0, 1, int(pool.index.obtain([b"head"]).ids[0]))
     cache(pool, 0, ids(1), [b"whole"])
     assert found(pool, b"head", b"whole") == [1, 1]
     pool.drop_hashes(ids(1))
