@@ -37,6 +37,9 @@ class Pools(Protocol):
     def num_usable(self) -> int:
         """All units, null blocks not counted: num_free when nothing is held."""
 
+    def count_units(self, needs: Sequence[int]) -> int:
+        """Units that needs[p] blocks of each pool p are."""
+
     def can_hold(self, needs: Sequence[int]) -> bool:
         """Whether a sequence that never holds more than needs[p] blocks of each pool p always gets them when alone."""
 
@@ -76,6 +79,10 @@ class SharedPool:
     def num_usable(self) -> int:
         """Blocks without the null block."""
         return self.pools[0].num_blocks - 1
+
+    def count_units(self, needs: Sequence[int]) -> int:
+        """Every block is one."""
+        return needs[0]
 
     def can_hold(self, needs: Sequence[int]) -> bool:
         """Whether needs[0] blocks exist."""

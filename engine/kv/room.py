@@ -8,12 +8,11 @@ from blockferry.engine.kv.coordinator import Coordinator
 from blockferry.engine.kv.groups import hit_alignment
 from blockferry.engine.kv.hit_search import PrefixHit
 from blockferry.engine.kv.spec import KVCacheConfig
-from blockferry.engine.request import Int32Array
 from blockferry.engine.rows import RowTable
 
 
 class Room:
-    """The future needs of sequences of one ledger. Numbers of blocks are over all groups."""
+    """The future needs of sequences of one ledger, over all groups. Units are those of Pools."""
 
     def __init__(self, config: KVCacheConfig, coordinator: Coordinator, rows: RowTable) -> None:
         self._coordinator = coordinator
@@ -35,15 +34,20 @@ class Room:
         """Whether a sequence of num_tokens fits the pool, at every moment of its life, when nothing else is in it."""
         return self._pools.can_hold(self._most_blocks(num_tokens))
 
-    def num_blocks_to_hold(self, num_tokens: int, hit: PrefixHit | None) -> int:
-        """Most blocks that a sequence of num_tokens will take beside those of a hit. Cost: O(groups), no search."""
-        num_held = 0 if hit is None else sum(_num_held(block_ids) for block_ids in hit.block_ids)
-        return max(0, sum(self._most_blocks(num_tokens)) - num_held)
+    def to_hold(self, num_tokens: int, hit: PrefixHit | None) -> int:
+        """Most units that a sequence of num_tokens will take beside the blocks of a hit. Cost: O(groups), no search."""
+        needs = self._most_blocks(num_tokens)
+        if hit is not None:
+            for group, block_ids in enumerate(hit.block_ids):
+                needs[self._pools.pool_of(group)] -= int(np.count_nonzero(block_ids))
+        return self._pools.count_units([max(0, need) for need in needs])
 
-    def num_blocks_to_finish(self, row: int) -> int:
-        """Most blocks that a row will take, beside those it holds, until all its known tokens are computed."""
-        num_held = sum(_num_held(self._coordinator.block_ids(row, group)) for group in range(self._num_groups))
-        return max(0, sum(self._most_blocks(int(self._rows.num_tokens[row]))) - num_held)
+    def to_finish(self, row: int) -> int:
+        """Most units that a row will take, beside the blocks it holds, until all its known tokens are computed."""
+        needs = self._most_blocks(int(self._rows.num_tokens[row]))
+        for group in range(self._num_groups):
+            needs[self._pools.pool_of(group)] -= int(np.count_nonzero(self._coordinator.block_ids(row, group)))
+        return self._pools.count_units([max(0, need) for need in needs])
 
     def _most_blocks(self, num_tokens: int) -> list[int]:
         """Most blocks, per pool, that a sequence ever holds at once, those that it copies from included."""
@@ -59,7 +63,3 @@ def _num_copies(config: KVCacheConfig, coordinator: Coordinator) -> list[int]:
         if group.spec.prefix_cacheable and alignment < group.spec.tokens_per_block:
             counts[coordinator.pools.pool_of(number)] += 1
     return counts
-
-
-def _num_held(block_ids: Int32Array) -> int:
-    return int(np.count_nonzero(block_ids))

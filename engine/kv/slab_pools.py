@@ -90,6 +90,10 @@ class SlabPools:
         """Units that are not held: free pages of active slabs, and idle slabs."""
         return self._num_free_parts() // self._unit_parts
 
+    def count_units(self, needs: Sequence[int]) -> int:
+        """Their shares of slabs, rounded up."""
+        return cdiv(sum(need * parts for need, parts in zip(needs, self._page_parts, strict=True)), self._unit_parts)
+
     def can_hold(self, needs: Sequence[int]) -> bool:
         """Whether one sequence that holds at most needs[g] pages of each group g always gets them when it is alone.
 

@@ -22,6 +22,7 @@ computed counts are RowTable's, blocks are the ledger's; nothing here touches ei
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 import enum
@@ -114,6 +115,11 @@ class Batch:
         return len(self._free_rows)
 
     @property
+    def num_holding(self) -> int:
+        """Rows that hold blocks."""
+        return self.num_occupied - self._num_draining
+
+    @property
     def num_running(self) -> int:
         """Rows that may be planned or preempted."""
         return len(self._prefill_rows) + len(self._decode_rows)
@@ -173,8 +179,7 @@ class Batch:
         elif before == Phase.DECODE:
             self._decode_rows = self._decode_rows[self._decode_rows != row]
         if phase == Phase.PREFILL:
-            self._prefill_rows.append(row)
-            self._prefill_rows.sort(key=self.rank)
+            bisect.insort(self._prefill_rows, row, key=self.rank)
         elif phase == Phase.DECODE:
             self._insert_decode_row(row)
 

@@ -96,7 +96,7 @@ class Instance:
         """Whether a row and the blocks of the whole sequence are free; cheap and without effect."""
         if self.batch.num_free_rows <= kept.num_rows:
             return False
-        num_blocks = self.kv.room.num_blocks_to_hold(len(sequence.token_ids), hit)
+        num_blocks = self.kv.room.to_hold(len(sequence.token_ids), hit)
         return num_blocks + kept.num_blocks <= self.kv.num_free_blocks
 
     def admit(self, sequence: Sequence, hit: PrefixHit | None, kept: Kept, *, num_budget_tokens: int) -> int | None:
@@ -205,7 +205,7 @@ class Instance:
 
     def num_outstanding_blocks(self) -> int:
         """Blocks that prefills in progress will still take for the tokens they have."""
-        return sum(self.kv.room.num_blocks_to_finish(row) for row in self.batch.prefill_rows())
+        return sum(self.kv.room.to_finish(row) for row in self.batch.prefill_rows())
 
     def num_output_tokens(self, sequence: Sequence) -> int:
         """Tokens that the sequence has generated and that have arrived."""

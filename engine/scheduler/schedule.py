@@ -2,7 +2,7 @@
 
     1  room     a prefill that was left short last time takes the youngest row's blocks
     2  decode   one token of every decode row, oldest first, in vector operations; out of blocks: the youngest
-                running row is preempted, unless it is the only one left, which waits
+                running row is preempted, unless it is the only one left, which waits for parked and incoming rows
     3  prefill  the next chunk of every prefill in progress, oldest first
     4  admit    the oldest waiting sequences, unless anything was preempted or is still draining. One whose prefix hit
                 ends in a state that this very step computes is set aside for the next step, with its row and blocks
@@ -122,7 +122,8 @@ class StepScheduler:
         while num_served < len(rows):
             victim = self._batch.youngest_running()
             if victim is None or self._batch.num_running == 1:
-                rows = rows[:num_served]  # what it lacks is held by parked or incoming rows, which will end
+                rows = rows[:num_served]
+                self._start_over(victim, gate)
                 break
             self._preempt(victim, gate)
             rows = rows[rows != victim]
@@ -139,7 +140,7 @@ class StepScheduler:
             num_tokens = self._instance.next_chunk(sequence, num_budget_tokens=draft.num_budget_tokens)
             while not self._instance.grow(row, num_tokens):
                 if not waiting_rows:
-                    self._starved_row = row
+                    self._starved_row = None if self._start_over(row, gate) else row
                     return
                 self._preempt(waiting_rows.pop(), gate)
             self._add_chunk(draft, row, num_tokens)
@@ -159,7 +160,7 @@ class StepScheduler:
             if hit is not None and instance.kv.is_deferred(hit):
                 instance.queue.remove(sequence)
                 deferred.append(sequence)
-                kept.keep_for_one(instance.kv.room.num_blocks_to_hold(len(sequence.token_ids), hit))
+                kept.keep_for_one(instance.kv.room.to_hold(len(sequence.token_ids), hit))
             elif sequence.is_ferried and not gate.reserve(sequence):
                 blocked_lanes.add(sequence.lane)
             elif not self._bring_in(draft, sequence, hit, kept=kept):
@@ -179,7 +180,7 @@ class StepScheduler:
         assert sequence.row is not None, sequence
         chunk = self._add_chunk(draft, sequence.row, num_tokens)
         if not chunk.is_last:
-            kept.num_blocks += self._instance.kv.room.num_blocks_to_finish(sequence.row)
+            kept.num_blocks += self._instance.kv.room.to_finish(sequence.row)
         return True
 
     def _add_chunk(self, draft: PlanDraft, row: int, num_tokens: int) -> Chunk:
@@ -190,6 +191,17 @@ class StepScheduler:
         chunk = Chunk(row=row, sequence=sequence, num_tokens=num_tokens, is_last=is_last)
         draft.add_chunk(chunk)
         return chunk
+
+    def _start_over(self, row: int | None, gate: HandoffGate) -> bool:
+        """Preempt a row that lacks blocks though nobody else holds any; False: others do, and will end.
+
+        Happens where blocks lie in slabs: pages that were taken among those of others may keep more slabs than they
+        fill. Taken anew, in one go, they fit.
+        """
+        if row is None or self._batch.num_running > 1 or self._batch.num_holding > 1:
+            return False
+        self._preempt(row, gate)
+        return True
 
     def _preempt(self, row: int, gate: HandoffGate) -> None:
         sequence = self._batch.sequences[row]
