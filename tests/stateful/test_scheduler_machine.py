@@ -22,6 +22,8 @@ MACHINE_SETTINGS = settings(
     derandomize="BLOCKFERRY_MACHINE_EXAMPLES" not in os.environ,
 )
 
+MOST_GROUPS = max(len(make_specs(1)) for make_specs in SPECS.values())
+
 small_shapes = st.fixed_dictionaries(
     {
         "num_blocks": st.integers(6, 24),
@@ -153,10 +155,13 @@ class MixedMachine(SchedulerMachine):
         family=st.sampled_from(sorted(SPECS)),
         has_draft=st.sampled_from([False, False, True]),
         retention=st.sampled_from([None, None, 0, 1, 2]),
+        pages=st.none() | st.lists(st.integers(1, 4), min_size=MOST_GROUPS, max_size=MOST_GROUPS),
     )
-    def start(self, shape, family, has_draft, retention):
+    def start(self, shape, family, has_draft, retention, pages):
         num_groups = len(SPECS[family](1))
         shape["num_blocks"] = 1 + (shape["num_blocks"] - 1) * num_groups
+        if pages is not None:
+            shape["pages_per_slab"] = tuple(pages[:num_groups])
         shape["enable_caching"] &= can_cache(family)
         interval = None if retention is None else retention * largest_step(family, shape["block_size"])
         self.cluster = SimCluster(

@@ -8,6 +8,7 @@ reads, so that a wrong hit, a missing copy, a block reused too early or a stale 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 
@@ -34,7 +35,12 @@ class Span:
 
 
 class SimCache:
-    """The pages and tables of one worker, all groups."""
+    """The pages and tables of one worker, all groups.
+
+    Pages of different groups may lie over each other, in one pool of equal blocks as in slabs. Memory is cut into
+    parts, the largest pieces that every page is a whole number of; each knows which page was last written there. A
+    page loses its content when another one is written over any part of it.
+    """
 
     def __init__(self, config: KVCacheConfig, *, max_rows: int, max_model_len: int) -> None:
         self.specs = [group.spec for group in config.groups]
@@ -43,10 +49,38 @@ class SimCache:
         self.tables = [BlockTable(max_rows=max_rows, max_blocks=-(-max_model_len // size) + 1) for size in self.sizes]
         for table in self.tables:
             table.block_ids[:] = NO_BLOCK
-        num_slots = [1] + [size for size, is_state in zip(self.sizes, self.is_state) if not is_state]
-        shape = config.num_blocks, max(num_slots)
-        self.content = np.full(shape, UNWRITTEN, np.int64)
-        self.writer = np.full(shape, _NOBODY, np.int8)  # group of each slot's content
+        pages_per_slab = config.slab.pages_per_slab if config.slab else (1,) * len(self.specs)
+        num_parts = math.lcm(*pages_per_slab)
+        self.parts_per_page = [num_parts // pages for pages in pages_per_slab]
+        num_pages = [config.slab.num_pages(group) if config.slab else config.num_blocks - 1 for group in self.groups]
+        num_slots = [1 if is_state else size for size, is_state in zip(self.sizes, self.is_state)]
+        self.content = [np.full((1 + n, k), UNWRITTEN, np.int64) for n, k in zip(num_pages, num_slots)]
+        self.writer = [np.full((1 + n, k), _NOBODY, np.int8) for n, k in zip(num_pages, num_slots)]  # group of content
+        num_parts = max(n * k for n, k in zip(num_pages, self.parts_per_page))
+        self.page_of_part = np.full((num_parts, 2), _NOBODY, np.int32)  # group, block
+
+    @property
+    def groups(self) -> range:
+        return range(len(self.specs))
+
+    def parts(self, group: int, block_id: int) -> range:
+        """Parts of memory that a page takes."""
+        count = self.parts_per_page[group]
+        return range((block_id - 1) * count, block_id * count)
+
+    def claim(self, group: int, block_ids) -> None:
+        """Write over whatever was in the memory of these pages before, unless it was they themselves."""
+        for block_id in set(np.asarray(block_ids).tolist()):
+            parts = self.parts(group, block_id)
+            others = {(*page,) for page in self.page_of_part[parts.start : parts.stop].tolist()} - {(group, block_id)}
+            if not others:
+                continue
+            self.content[group][block_id], self.writer[group][block_id] = UNWRITTEN, _NOBODY
+            for other, other_id in others - {(_NOBODY, _NOBODY)}:
+                self.content[other][other_id], self.writer[other][other_id] = UNWRITTEN, group
+                if self.is_state[other]:
+                    self.writer[group][block_id] = other  # what it left behind, until it is cleared
+            self.page_of_part[parts.start : parts.stop] = group, block_id
 
     # what plans bring
 
@@ -65,14 +99,21 @@ class SimCache:
         for group, block_id in pairs.tolist():
             assert not self.is_state[group], "a state is cleared, which its first chunk writes anyway"
             assert any(self.is_state), "a block is cleared though no state was ever in it"
-            self.content[block_id], self.writer[block_id] = UNWRITTEN, _NOBODY
+            self.claim(group, [block_id])
+            self.content[group][block_id], self.writer[group][block_id] = UNWRITTEN, _NOBODY
 
     def copy(self, triples, zeroed) -> None:
-        sources, targets = triples[:, 1], triples[:, 2]
-        assert not set(sources.tolist()) & set(targets.tolist()), "a copy of a copy in one step"
-        assert len(set(targets.tolist())) == len(targets), "two copies into one block"
-        assert not set(sources.tolist()) & set(zeroed[:, 1].tolist()), "a copy of a block that is new itself"
-        self.content[targets], self.writer[targets] = self.content[sources], self.writer[sources]
+        sources = {(group, source) for group, source, _ in triples.tolist()}
+        targets = {(group, target) for group, _, target in triples.tolist()}
+        assert not sources & targets, "a copy of a copy in one step"
+        assert len(targets) == len(triples), "two copies into one block"
+        assert not sources & {(*pair,) for pair in zeroed.tolist()}, "a copy of a block that is new itself"
+        for group, source, target in triples.tolist():
+            self.claim(group, [target])
+            self.content[group][target], self.writer[group][target] = (
+                self.content[group][source],
+                self.writer[group][source],
+            )
 
     # what layers do
 
@@ -108,7 +149,7 @@ class SimCache:
 
     def read_states(self, span: Span) -> None:
         """Recurrent layers load the state that the chunk starts from, before anything is written."""
-        for group in range(len(self.specs)):
+        for group in self.groups:
             if self.is_state[group]:
                 self._require(group, span)
 
@@ -116,17 +157,18 @@ class SimCache:
         for group, size in enumerate(self.sizes):
             positions = self.positions_written(group, span)
             block_ids = self.blocks(group, span.row, positions)
-            slots = slice(None) if self.is_state[group] else positions % size
-            self.content[block_ids, slots] = span.states[positions]
-            self.writer[block_ids, slots] = group
+            self.claim(group, block_ids)
+            slots = 0 if self.is_state[group] else positions % size
+            self.content[group][block_ids, slots] = span.states[positions]
+            self.writer[group][block_ids, slots] = group
 
     def read(self, span: Span) -> None:
         """Attention of every reach reads, after all of the step was written."""
-        for group in range(len(self.specs)):
+        for group in self.groups:
             if self.is_state[group]:
                 continue
             block_ids = self._require(group, span)
-            left_by = set(np.unique(self.writer[block_ids]).tolist()) - {_NOBODY}
+            left_by = set(np.unique(self.writer[group][block_ids]).tolist()) - {_NOBODY}
             assert not any(self.is_state[writer] for writer in left_by), f"bits of a state in blocks of group {group}"
 
     def _require(self, group: int, span: Span):
@@ -134,7 +176,7 @@ class SimCache:
         positions = self.positions_read(group, span)
         block_ids = self.blocks(group, span.row, positions)
         slots = 0 if self.is_state[group] else positions % self.sizes[group]
-        found, writer = self.content[block_ids, slots], self.writer[block_ids, slots]
+        found, writer = self.content[group][block_ids, slots], self.writer[group][block_ids, slots]
         where = f"group {group}, row {span.row}, positions {span.start} to {span.stop}"
         unwritten, wrong = found == UNWRITTEN, found != span.states[positions]
         assert not unwritten.any(), f"{where}: reads {positions[unwritten]}, which nobody wrote"
@@ -149,3 +191,9 @@ class SimCache:
         positions, size = np.arange(first_token, first_token + num_tokens), self.sizes[0]
         assert len(block_ids) * size >= first_token + num_tokens, "more tokens than blocks"
         return np.asarray(block_ids)[positions // size], positions % size
+
+    def receive(self, block_ids, content) -> None:
+        """Bytes land from outside, one number per token."""
+        self.claim(0, block_ids)
+        places = self.slots(block_ids, 0, len(content))
+        self.content[0][places], self.writer[0][places] = content, 0

@@ -66,6 +66,7 @@ class SimWorker:
         self.last_step = -1
         self.num_computed_tokens = 0
         self.num_copies = 0
+        self.has_states = any(self.cache.is_state)
 
     def execute(self, plan: StepPlan) -> StepResult:
         plan = plan_from_bytes(pack(plan))  # as the wire does
@@ -107,18 +108,21 @@ class SimWorker:
 
     def _check_writes(self, spans: list[Span]) -> None:
         """What a row writes nobody else reads in the same step, but for equal tokens of attention."""
-        writers: dict[int, tuple[int, int]] = {}
+        cache = self.cache
+        writers: dict[int, tuple[int, int, int]] = {}  # by part of memory: row, group, block
         readers: dict[int, set[int]] = collections.defaultdict(set)
         for span in spans:
-            for group in range(len(self.cache.specs)):
-                mine = self.cache.blocks(group, span.row, self.cache.positions_written(group, span))
-                for block_id in set(mine.tolist()):
-                    assert writers.setdefault(block_id, (span.row, group)) == (span.row, group), "written twice"
-                for block_id in self.cache.blocks(group, span.row, self.cache.positions_read(group, span)).tolist():
-                    readers[block_id].add(span.row)
-        for block_id, (row, group) in writers.items():
-            for other in readers[block_id] - {row}:
-                assert not self.cache.is_state[group], "a row reads a state that another one writes"
+            for group in cache.groups:
+                for block_id in set(cache.blocks(group, span.row, cache.positions_written(group, span)).tolist()):
+                    me = (span.row, group, block_id)
+                    for part in cache.parts(group, block_id):
+                        assert writers.setdefault(part, me) == me, "two rows write one block"
+                for block_id in set(cache.blocks(group, span.row, cache.positions_read(group, span)).tolist()):
+                    for part in cache.parts(group, block_id):
+                        readers[part].add(span.row)
+        for part, (row, group, block_id) in writers.items():
+            for other in readers[part] - {row}:
+                assert not cache.is_state[group], "a row reads a state that another one writes"
                 assert self._is_same_prefix(row, other, group, block_id), "a row writes a block that another one uses"
 
     def _is_same_prefix(self, row: int, other: int, group: int, block_id: int) -> bool:

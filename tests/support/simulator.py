@@ -7,6 +7,7 @@ import numpy as np
 from support.sim_cache import GARBAGE
 from support.sim_families import family_groups
 from support.sim_worker import VOCAB_SIZE, SimWorker, reference
+from support.slab_serving import geometry
 
 from blockferry.connectors.base import TransferCommand, TransferEvent, TransferMode, TransferState
 from blockferry.connectors.pd_scheduler import PdScheduler
@@ -45,6 +46,7 @@ class Shape:
     role: Role = Role.MIXED
     family: str = "full"  # see sim_families
     has_draft: bool = False
+    pages_per_slab: tuple[int, ...] | None = None  # per group: its blocks are pages of slabs
     num_blocks: int = 64
     block_size: int = 4  # the hash block's size; see sim_families for the groups'
     retention_interval: int | None = None
@@ -96,6 +98,7 @@ class SimCluster:
         self.tokens: dict[int, list[int]] = collections.defaultdict(list)
         self.logprobs: dict[int, list] = collections.defaultdict(list)
         self.finished: dict[int, Finished] = {}
+        self.overtakings: collections.Counter[int] = collections.Counter()  # by handle
 
     # verbs
 
@@ -116,6 +119,7 @@ class SimCluster:
         plan = self.central.plan(instance_id)
         if plan is not None:
             self.plans[instance_id].append(plan)
+            self._check_order(instance_id, plan)
         return plan
 
     def execute(self, instance_id: str) -> bool:
@@ -192,15 +196,13 @@ class SimCluster:
             return
         command = transfer.command
         cache = self.workers[command.dst_instance_id].cache
-        cache.content[cache.slots(command.dst_block_ids, 0, command.num_tokens)] = GARBAGE
+        cache.receive(command.dst_block_ids, [GARBAGE] * command.num_tokens)
 
     def _move(self, command: TransferCommand) -> None:
         source = self.workers[command.src_instance_id].cache
         target = self.workers[command.dst_instance_id].cache
-        source_slots = source.slots(command.src_block_ids, command.first_token, command.num_tokens)
-        target_slots = target.slots(command.dst_block_ids, 0, command.num_tokens)
-        target.content[target_slots] = source.content[source_slots]
-        target.writer[target_slots] = source.writer[source_slots]
+        slots = source.slots(command.src_block_ids, command.first_token, command.num_tokens)
+        target.receive(command.dst_block_ids, source.content[0][slots])
 
     def step_all(self) -> bool:
         """Plan, execute and commit once everywhere, and finish all transfers. False when nothing moved."""
@@ -238,6 +240,19 @@ class SimCluster:
             assert finished.handle not in self.finished, "finished twice"
             self.finished[finished.handle] = finished
 
+    def _check_order(self, instance_id: str, plan: StepPlan) -> None:
+        """A younger request comes in first only where the older one waits for a state, once per state of its own."""
+        instance = self.instances[instance_id]
+        sequences = [instance.batch.sequences[new_row.row] for new_row in plan.new_rows]
+        newcomers = [sequence.ticket.rank for sequence in sequences if sequence is not None]
+        if len(self.instances) > 1 or not newcomers:
+            return  # with hand-overs every decode instance has an order of its own
+        for sequence in instance.queue:
+            if sequence.ticket.rank < max(newcomers):
+                self.overtakings[sequence.ticket.handle] += 1
+                assert self.overtakings[sequence.ticket.handle] <= len(sequence.token_ids), "a request starves"
+                assert self.workers[instance_id].has_states, "a younger request came in first"
+
     def check(self) -> None:
         self.central.check_integrity()
 
@@ -264,10 +279,17 @@ class SimCluster:
 
 
 def kv_config(shape: Shape) -> KVCacheConfig:
+    """With slabs, num_blocks - 1 is how many pages of the first group there could be, the last slab not filled."""
+    slab, num_blocks = None, shape.num_blocks
+    if shape.pages_per_slab is not None:
+        num_slabs, tail_pages = divmod(shape.num_blocks - 1, shape.pages_per_slab[0])
+        slab = geometry(shape.pages_per_slab, num_slabs, tail_pages=tail_pages)
+        num_blocks = 1 + max(slab.num_pages(group) for group in range(len(shape.pages_per_slab)))
     return KVCacheConfig(
-        num_blocks=shape.num_blocks,
+        num_blocks=num_blocks,
         groups=family_groups(shape.family, shape.block_size, has_draft=shape.has_draft),
         hash_block_size=shape.block_size,
+        slab=slab,
     )
 
 
