@@ -7,6 +7,7 @@ import dataclasses
 
 from support.kv_accounts import Account, Ask
 from support.kv_families import MAX_MODEL_LEN, Family
+from support.kv_places import Places
 
 from blockferry.engine.kv.events import AllBlocksCleared, BlockRemoved, BlockStored
 from blockferry.engine.kv.groups import one_layer
@@ -40,6 +41,7 @@ class Books:
             max_in_flight_tokens=family.options.max_in_flight_tokens or MAX_MODEL_LEN,
             max_num_encoder_tokens=family.options.max_num_encoder_tokens,
         )
+        self.places = Places(family.config)
         self.num_watermark = int(family.options.watermark * family.num_blocks)
         self.accounts: dict[int, list[Account]] = {}
         self.popped: list[Popped] = []
@@ -74,34 +76,42 @@ class Books:
     def first(self, row: int, ask: Ask, hit: PrefixHit, options: AllocateOptions, *, num_tokens: int) -> Forecast:
         """Of a row's first allocation."""
         held, accounts = self.held(), [account.copy() for account in self.accounts[row]]
-        num_new, num_whole, hit_ids = 0, 0, set()
-        for account, block_ids in zip(accounts, hit.block_ids, strict=True):
+        num_new, num_whole, hit_places = 0, 0, set()
+        for group, (account, block_ids) in enumerate(zip(accounts, hit.block_ids, strict=True)):
             num_whole += account.num_for_whole(num_tokens, ask, [bool(block_id) for block_id in block_ids])
             account.adopt([bool(block_id) for block_id in block_ids], ask)
-            kept = {int(block_id) for block_id, is_held in zip(block_ids, account.held, strict=False) if is_held}
-            kept.discard(0)
+            kept = {
+                self.places.of(group, int(block_id))
+                for block_id, is_held in zip(block_ids, account.held, strict=False)
+                if is_held
+            }
             account.grow(ask)
             num_copied = int(bool(kept) and ask.num_hit % account.block != 0)
             num_new += account.num_held - len(kept) + num_copied
             num_whole += num_copied
-            hit_ids |= kept
-        num_idle = len(hit_ids - held)
+            hit_places |= kept
+        num_idle = len(hit_places - held)
         free = self.kv.num_free_blocks - (self.num_watermark if options.apply_watermark else 0)
         fits = num_new + num_idle <= free - options.num_reserved_blocks
         fits = fits and (not options.full_sequence_must_fit or num_whole + num_idle <= free)
-        return Forecast(may=fits, must=fits, accounts=accounts)
+        return self.forecast(accounts, may=fits, must=fits)
 
-    def further(self, row: int, ask: Ask, options: AllocateOptions, *, num_free: int | None = None) -> Forecast:
+    def forecast(self, accounts: list[Account], *, may: bool, must: bool) -> Forecast:
+        """Of slabs nothing is said: what fits them depends on where blocks lie."""
+        is_known = not self.places.has_slabs
+        return Forecast(may=may or not is_known, must=must and is_known, accounts=accounts)
+
+    def further(self, row: int, ask: Ask, options: AllocateOptions) -> Forecast:
         """Of a later allocation; the accounts have skipped what is out of reach already."""
         accounts = [account.copy() for account in self.accounts[row]]
         before = sum(account.num_held for account in accounts)
         for account in accounts:
             account.grow(ask)
         num_new = sum(account.num_held for account in accounts) - before
-        free = self.kv.num_free_blocks if num_free is None else num_free
+        free = self.kv.num_free_blocks
         free -= options.num_reserved_blocks + (self.num_watermark if options.apply_watermark else 0)
         num_copies = sum(ask.num_total % block != 0 for block in self.state_blocks) if self.may_copy else 0
-        return Forecast(may=num_new <= free, must=num_new + num_copies <= free, accounts=accounts)
+        return self.forecast(accounts, may=num_new <= free, must=num_new + num_copies <= free)
 
     def skip(self, row: int, num_computed: int) -> None:
         """Before every allocation, even a refused one."""
@@ -111,13 +121,16 @@ class Books:
     # what is true after every call
 
     def held(self) -> set[int]:
-        """Blocks with an owner that is a row, or was one."""
-        held = {int(block_id) for popped in self.popped for block_ids in popped for block_id in block_ids}
-        for row in self.accounts:
-            held |= {
-                block_id for group in range(len(self.specs)) for block_id in self.kv.block_ids(row, group).tolist()
-            }
-        return held - {0}
+        """Places of blocks with an owner that is a row, or was one."""
+        tables = [[block_ids.tolist() for block_ids in popped] for popped in self.popped]
+        tables += [self.tables(row) for row in self.accounts]
+        return {
+            self.places.of(group, block_id)
+            for table in tables
+            for group, block_ids in enumerate(table)
+            for block_id in block_ids
+            if block_id
+        }
 
     def note_new(self, row: int, before: list[list[int]], hit: PrefixHit | None = None) -> None:
         """Remember which blocks have to be cleared: new ones of attention, where there are states."""
@@ -133,21 +146,24 @@ class Books:
     def check(self) -> None:
         """Everything, against what the ledger says."""
         self.kv.check_integrity()
-        owners: dict[int, list[tuple[int, int, int]]] = collections.defaultdict(list)
+        owners: dict[tuple[int, int], list[tuple[int, int]]] = collections.defaultdict(list)
         for row, accounts in self.accounts.items():
             for group, (account, table) in enumerate(zip(accounts, self.tables(row), strict=True)):
                 assert [block_id != 0 for block_id in table] == account.held, (row, group, table, account.held)
                 for column, block_id in enumerate(table):
-                    owners[block_id].append((row, group, column))
-        owners.pop(0, None)
+                    if block_id:
+                        owners[group, block_id].append((row, column))
         held = self.held()
+        assert len({self.places.of(*block) for block in owners}) == len(owners), "two groups hold one block"
         num_held = self.kv.num_usable_blocks - self.kv.num_free_blocks
-        assert num_held == len(held) or (self.may_copy and num_held > len(held)), (num_held, held)
+        if not self.places.has_slabs:
+            assert num_held == len(held) or (self.may_copy and num_held > len(held)), (num_held, held)
         self.evicted &= held
-        for block_id, places in owners.items():
-            if len(places) > 1:
-                assert len({(group, column) for _, group, column in places}) == 1, (block_id, places)
-                assert block_id in self.evicted or self.kv.report_block(block_id).hashes, (block_id, places)
+        for (group, block_id), uses in owners.items():
+            if len(uses) > 1:
+                assert len({column for _, column in uses}) == 1, (group, block_id, uses)
+                is_evicted = self.places.of(group, block_id) in self.evicted
+                assert is_evicted or self.kv.report_block(block_id, group).hashes, (group, block_id, uses)
         if self.family.has_events:
             self.check_events()
 

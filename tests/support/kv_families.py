@@ -6,10 +6,19 @@ import dataclasses
 from collections.abc import Sequence
 
 from support.kv_configs import attention, states
+from support.slab_serving import geometry
 
 from blockferry.engine.kv.assembly import LedgerOptions
 from blockferry.engine.kv.reach import ChunkReach, EncoderReach, FullReach, RetainedPromptReach, WindowReach
-from blockferry.engine.kv.spec import KVCacheConfig, KVCacheGroup, KVCacheSpec, MambaMode, MambaSpec, ScratchRingSpec
+from blockferry.engine.kv.spec import (
+    KVCacheConfig,
+    KVCacheGroup,
+    KVCacheSpec,
+    MambaMode,
+    MambaSpec,
+    ScratchRingSpec,
+    SlabGeometry,
+)
 
 MAX_MODEL_LEN = 60
 MAX_ENCODER_TOKENS = 12
@@ -28,11 +37,17 @@ class Family:
     num_blocks: int = 40
     options: LedgerOptions = dataclasses.field(default_factory=LedgerOptions)
     has_events: bool = False
+    slab: SlabGeometry | None = None
 
     @property
     def config(self) -> KVCacheConfig:
         """The ledger's."""
-        return KVCacheConfig(num_blocks=self.num_blocks, groups=self.groups, hash_block_size=self.hash_block_size)
+        num_blocks = self.num_blocks
+        if self.slab is not None:
+            num_blocks = 1 + max(self.slab.num_pages(group) for group in range(len(self.groups)))
+        return KVCacheConfig(
+            num_blocks=num_blocks, groups=self.groups, hash_block_size=self.hash_block_size, slab=self.slab
+        )
 
 
 def groups(*specs: KVCacheSpec, drafts: Sequence[int] = ()) -> tuple[KVCacheGroup, ...]:
@@ -130,6 +145,12 @@ FAMILIES: dict[str, Family] = {
         groups=groups(attention(4, FullReach(), context_parallel=2), states(16)), hash_block_size=8
     ),
     "two-states-inside": Family(groups=groups(FULL, STATES_8, STATES_8), num_blocks=50),
+    "slabs-full-window": Family(groups=groups(FULL, WINDOW), slab=geometry((2, 3), 12), has_events=True),
+    "slabs-full-states": Family(groups=groups(FULL, STATES), slab=geometry((4, 1), 10, tail_group=0, tail_pages=2)),
+    "slabs-full-states-inside": Family(groups=groups(FULL, STATES_8), slab=geometry((4, 1), 14)),
+    "slabs-many": Family(
+        groups=groups(FULL, window(5), window(17, 8), chunks(8), STATES), slab=geometry((3, 3, 2, 4, 1), 40)
+    ),
     "many": Family(
         groups=groups(FULL, window(5), window(17, 8), chunks(8), retained(6), STATES),
         options=LedgerOptions(watermark=0.05),

@@ -170,17 +170,17 @@ class Player:
         )
         before = self.books.tables(row)
         num_free, num_held = self.kv.num_free_blocks, len(self.books.held())
+        is_exact = not self.books.places.has_slabs  # what is free of slabs is not counted in blocks
         self.books.skip(row, part.start - options.num_in_flight_tokens)
         ask = self.books.ask(part.start, 0, part.stop - part.start, options)
         is_served = self.kv.allocate(row, part.stop - part.start, options)
         if not is_served:
-            assert self.kv.num_free_blocks - num_free == num_held - len(self.books.held())
+            assert not is_exact or self.kv.num_free_blocks - num_free == num_held - len(self.books.held())
             assert not self.books.further(row, ask, options).must, (ask, options)
             self.counts["refused"] += 1
             return
-        num_taken = num_held - len(self.books.held())
-        forecast = self.books.further(row, ask, options, num_free=num_free + num_taken)
-        self.books.accounts[row] = forecast.accounts
+        assert not is_exact or self.kv.num_free_blocks >= options.num_reserved_blocks
+        self.books.accounts[row] = self.books.further(row, ask, options).accounts
         self.books.note_new(row, before)
         self.schedule(row, part)
 
@@ -240,7 +240,7 @@ class Player:
         copies = self.kv.take_copies().tolist()
         self.counts["copies"] += len(copies)
         parts = [dataclasses.replace(part, tables=self.tables_of(part.request)) for part in self.open]
-        self.workers.steps.append(Step(zeros=[block_id for _, block_id in zeros], copies=copies, parts=parts))
+        self.workers.steps.append(Step(zeros=zeros, copies=copies, parts=parts))
         self.open, self.is_step_open = [], False
         while len(self.workers.steps) > MAX_STEPS_IN_FLIGHT:
             self.retire()
@@ -348,10 +348,10 @@ class Player:
 
     def evict(self) -> None:
         """Some blocks turn out wrong."""
-        count = self.rng.randint(1, 4)
-        block_ids = self.rng.sample(range(1, self.family.num_blocks), count)
-        self.kv.evict_blocks(ints(block_ids))
-        self.books.evicted |= set(block_ids)
+        group = self.rng.randrange(len(self.books.specs))
+        block_ids = self.rng.sample(range(1, self.books.places.num_pages(group) + 1), self.rng.randint(1, 4))
+        self.kv.evict_blocks(ints(block_ids), group)
+        self.books.evicted |= {self.books.places.of(group, block_id) for block_id in block_ids}
 
     def reset(self) -> None:
         """The cache is emptied, if nothing is in use."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+from support.kv_places import Places
+
 from blockferry.engine.kv.groups import one_layer
 from blockferry.engine.kv.reach import ChunkReach, FullReach, RetainedPromptReach, WindowReach
-from blockferry.engine.kv.spec import AttentionSpec, KVCacheGroup, KVCacheSpec, MambaSpec
+from blockferry.engine.kv.spec import AttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec
 
 Table = list[int]
 
@@ -67,28 +69,29 @@ class Work:
 class Shadow:
     """The pages of one pool."""
 
-    def __init__(self, groups: tuple[KVCacheGroup, ...], prefixes: Prefixes, *, num_hash_lookahead_tokens: int) -> None:
+    def __init__(self, config: KVCacheConfig, prefixes: Prefixes, *, num_hash_lookahead_tokens: int) -> None:
+        groups = config.groups
         self.prefixes = prefixes
+        self.places = Places(config)
+        self.slabs: dict[int, set[int]] = {}  # places of the pages of each slab that have content
         self.specs = [one_layer(group.spec) for group in groups]
         # keys and values of a draft depend on the token after theirs
         self.is_draft = [group.is_draft for group in groups]
         self.num_ahead = [int(group.is_draft or num_hash_lookahead_tokens > 0) for group in groups]
-        self.pages: dict[int, Page] = {}
+        self.pages: dict[int, Page] = {}  # by place
         self.num_reads = 0
 
     # one step
 
-    def clear(self, block_ids: Iterable[int]) -> None:
-        """Zero pages."""
-        for block_id in block_ids:
-            self.pages.pop(block_id, None)
+    def clear(self, group: int, block_id: int) -> None:
+        """Zero a page."""
+        self.pages.pop(self.places.of(group, block_id), None)
 
     def copy(self, group: int, source: int, target: int) -> None:
         """Copy one page."""
-        page = self.pages.get(source)
+        page = self._page(group, source)
         assert page is not None, (group, source)
-        assert page.group == group, (group, source, page)
-        self.pages[target] = Page(group, dict(page.slots))
+        self._overwrite(group, target).slots.update(page.slots)
 
     def load(self, work: Work) -> None:
         """Content of tokens [start, stop) arrives from elsewhere, where it is still in reach."""
@@ -132,8 +135,8 @@ class Shadow:
         for position in self._positions(spec, work, stop):
             column, slot = divmod(position, spec.tokens_per_block)
             wanted = work.names[position + 1 + self.num_ahead[group]]
-            page = self.pages.get(work.tables[group][column])
-            if self.is_draft[group] and slot == spec.tokens_per_block - 1 and page is not None and page.group == group:
+            page = self._page(group, work.tables[group][column])
+            if self.is_draft[group] and slot == spec.tokens_per_block - 1 and page is not None:
                 # several blocks may carry one hash, and the token after theirs is not part of it
                 found = page.slots.get(slot, 0)
                 wanted = found if self.prefixes.parent(found) == work.names[position + 1] else wanted
@@ -187,16 +190,31 @@ class Shadow:
 
     # pages
 
+    def _page(self, group: int, block_id: int) -> Page | None:
+        page = self.pages.get(self.places.of(group, block_id))
+        return page if page is not None and page.group == group else None
+
+    def _overwrite(self, group: int, block_id: int) -> Page:
+        """A page of the group without content; what other groups had in its bytes is gone."""
+        place, slab = self.places.of(group, block_id), self.places.slab_of(group, block_id)
+        if slab is not None:
+            mine = self.slabs.setdefault(slab, set())
+            for other in [other for other in mine if other in self.pages and self.pages[other].group != group]:
+                del self.pages[other]
+            mine.add(place)
+        page = self.pages[place] = Page(group, {})
+        return page
+
     def _write(self, group: int, block_id: int, slot: int, name: int) -> None:
         assert block_id, f"group {group} writes {name} into the null block"
-        page = self.pages.get(block_id)
-        if page is None or page.group != group:
-            page = self.pages[block_id] = Page(group, {})
+        page = self._page(group, block_id)
+        if page is None:
+            page = self._overwrite(group, block_id)
         page.slots[slot] = name
 
     def _read(self, group: int, block_id: int, slot: int, wanted: int) -> None:
         self.num_reads += 1
-        page = self.pages.get(block_id)
-        found = page.slots.get(slot) if page is not None and page.group == group else None
+        page = self._page(group, block_id)
         assert block_id, f"group {group} reads {wanted} from the null block"
+        found = None if page is None else page.slots.get(slot)
         assert found == wanted, f"group {group} reads slot {slot} of block {block_id}, {page}, and wants {wanted}"

@@ -55,7 +55,7 @@ class Part:
 class Step:
     """What the workers get."""
 
-    zeros: list[int]
+    zeros: list[list[int]]
     copies: list[list[int]]
     parts: list[Part]
 
@@ -74,7 +74,7 @@ class Workers:
     def __init__(self, family: Family, *, max_rows: int) -> None:
         self.prefixes = Prefixes()
         self.shadow = Shadow(
-            family.groups, self.prefixes, num_hash_lookahead_tokens=family.options.num_hash_lookahead_tokens
+            family.config, self.prefixes, num_hash_lookahead_tokens=family.options.num_hash_lookahead_tokens
         )
         self.mirrors = [BlockTable(max_rows=max_rows, max_blocks=MAX_MODEL_LEN + 8) for _ in family.groups]
         self.steps: collections.deque[Step] = collections.deque()
@@ -116,7 +116,8 @@ class Workers:
     def run_oldest(self, rng: random.Random) -> list[Outcome]:
         """Run a step: clear, copy, load, compute, sample; drafts are accepted as rng likes."""
         step = self.steps.popleft()
-        self.shadow.clear(step.zeros)
+        for group, block_id in step.zeros:
+            self.shadow.clear(group, block_id)
         for group, source, target in step.copies:
             self.shadow.copy(group, source, target)
         outcomes = [Outcome(part=part, num_accepted=rng.randint(0, part.num_drafts)) for part in step.parts]
