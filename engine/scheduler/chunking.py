@@ -14,8 +14,7 @@ import math
 from collections.abc import Iterable
 
 from blockferry.engine.kv.groups import hit_alignment, scheduler_block_size
-from blockferry.engine.kv.reach import SpecKind
-from blockferry.engine.kv.spec import KVCacheConfig
+from blockferry.engine.kv.spec import KVCacheConfig, MambaSpec, one_layer
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,19 +29,21 @@ class StateGrid:
     block_sizes: tuple[int, ...]  # of the groups that keep states
     hit_alignment: int  # every hit is a multiple of it
     replay_shift: int  # tokens before a prompt's end where a hit on all of it can resume at the latest
+    exports_states: bool = False  # layers keep the state of the prompt's last kept length from within a chunk
 
     @classmethod
     def of(cls, config: KVCacheConfig) -> StateGrid | None:
         """The grid of a ledger; None where no group keeps states."""
         specs = [group.spec for group in config.groups]
-        sizes = {spec.tokens_per_block for spec in specs if spec.kind is SpecKind.MAMBA and spec.prefix_cacheable}
-        if not sizes:
+        keeping = [spec for spec in map(one_layer, specs) if isinstance(spec, MambaSpec) and spec.prefix_cacheable]
+        if not keeping:
             return None
         has_draft = any(group.is_draft for group in config.groups)
         return cls(
-            block_sizes=tuple(sorted(sizes)),
+            block_sizes=tuple(sorted({spec.block_size for spec in keeping})),
             hit_alignment=hit_alignment(config.groups, config.hash_block_size),
             replay_shift=scheduler_block_size(config.groups) if has_draft else 1,
+            exports_states=all(spec.num_prefill_checkpoint_blocks for spec in keeping),
         )
 
     @property
@@ -54,8 +55,11 @@ class StateGrid:
         """Lengths of a sequence at which a chunk must end, if it comes by.
 
         They are: where a hit on the whole prompt resumes, where one on all of num_tokens does, and the junction, where
-        the sequence leaves a prefix that others share (0: none).
+        the sequence leaves a prefix that others share (0: none). Of a prompt whose last kept state is exported, its
+        end in place of the first two.
         """
+        if self.exports_states and num_tokens <= num_prompt_tokens:
+            return num_tokens, junction // self.spacing * self.spacing
         prompt = max(0, num_prompt_tokens - self.replay_shift) // self.hit_alignment * self.hit_alignment
         last = (num_tokens - 1) // self.spacing * self.spacing
         return prompt, last, junction // self.spacing * self.spacing

@@ -130,3 +130,10 @@ def test_draft_group_shifts_the_grid_by_one_block_of_all_groups():
     found = StateGrid.of(KVCacheConfig(num_blocks=9, groups=groups, hash_block_size=2))
     assert found is not None
     assert found.replay_shift == 8
+
+
+def test_prompt_whose_last_state_is_exported_ends_in_one_chunk() -> None:
+    exporting = StateGrid(block_sizes=(4,), hit_alignment=4, replay_shift=1, exports_states=True)
+    assert ends(exporting, num_tokens=14, budgets=(6, 20)) == [4, 14]
+    assert ends(exporting, num_tokens=14, budgets=(20, 20), junction=8) == [8, 14]
+    assert ends(exporting, num_tokens=14, budgets=(20, 20), num_prompt_tokens=9) == [8, 12]
