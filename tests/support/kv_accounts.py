@@ -38,7 +38,11 @@ def up(numerator: int, denominator: int) -> int:
 class Account:
     """One row in one group: held[c] says whether column c holds a block."""
 
-    def __init__(self, spec: KVCacheSpec, *, num_prompt_tokens: int, limits: SequenceLimits) -> None:
+    def __init__(
+        self, spec: KVCacheSpec, *, num_prompt_tokens: int, limits: SequenceLimits, export_length: int = 0
+    ) -> None:
+        """export_length: of the state that a prefill chunk that passes it leaves in a block of its own."""
+        self.export_length = export_length
         self.spec = one_layer(spec)
         self.block = spec.tokens_per_block
         self.num_prompt_tokens = num_prompt_tokens
@@ -107,11 +111,20 @@ class Account:
             self.held += [True] * (up(ask.num_total, self.block) - len(self.held))
 
     def grow(self, ask: Ask) -> None:
-        wanted = self.num_columns(ask)
+        wanted, exported = self.num_columns(ask), self.exported_column(ask)
         if isinstance(self.spec, MambaSpec) and self.spec.mode is MambaMode.ALIGN and wanted > len(self.held):
             self.move_state(wanted)
         self.held += [True] * (wanted - len(self.held))
+        if exported is not None:
+            self.held[exported] = True
         self.has_run = True
+
+    def exported_column(self, ask: Ask) -> int | None:
+        """A new column, before the running state's."""
+        if not ask.num_total < self.export_length < ask.num_main:
+            return None
+        column = min(up(self.export_length, self.block), up(ask.num_main, self.block) - 1) - 1
+        return column if column >= len(self.held) else None
 
     def move_state(self, wanted: int) -> None:
         """The running state and its speculative ones are the last columns; speculative blocks move along."""
@@ -136,6 +149,7 @@ class Account:
         gone = 0 if self.first_that_may_go() else self.num_unread(ask.num_total)
         if isinstance(self.spec, MambaSpec) and self.spec.mode is MambaMode.ALIGN:
             twin = self.copy()
+            twin.export_length = 0
             twin.adopt(hit, whole)
             twin.grow(whole)
             return twin.num_held - sum(hit[gone:])
@@ -149,3 +163,11 @@ def is_dense(spec: KVCacheSpec) -> bool:
     """Whether a row that lost later tokens can go on from earlier ones."""
     spec = one_layer(spec)
     return isinstance(spec, AttentionSpec) and isinstance(spec.reach, FullReach)
+
+
+def export_length(spec: KVCacheSpec, num_prompt_tokens: int, hash_block_size: int) -> int:
+    """Where a hit on a whole prompt resumes, if layers can export the state of that length from a longer chunk."""
+    spec = one_layer(spec)
+    if not isinstance(spec, MambaSpec) or not spec.num_prefill_checkpoint_blocks:
+        return 0
+    return (num_prompt_tokens - 1) // hash_block_size * hash_block_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 
-from support.kv_accounts import Account, Ask
+from support.kv_accounts import Account, Ask, export_length
 from support.kv_families import MAX_MODEL_LEN, Family
 from support.kv_places import Places
 
@@ -59,7 +59,13 @@ class Books:
     def open_row(self, row: int, *, num_prompt_tokens: int) -> None:
         """A row begins."""
         self.accounts[row] = [
-            Account(spec, num_prompt_tokens=num_prompt_tokens, limits=self.limits) for spec in self.specs
+            Account(
+                spec,
+                num_prompt_tokens=num_prompt_tokens,
+                limits=self.limits,
+                export_length=export_length(spec, num_prompt_tokens, self.family.hash_block_size),
+            )
+            for spec in self.specs
         ]
 
     def ask(self, num_computed: int, num_hit: int, num_new: int, options: AllocateOptions) -> Ask:

@@ -22,9 +22,15 @@ def attention(block_size: int, reach: Reach, *, num_kv_heads: int = 1, context_p
     return AttentionSpec(block_size=block_size, content=content, reach=reach, context_parallel_size=context_parallel)
 
 
-def states(block_size: int, *, num_speculative: int = 0) -> MambaSpec:
+def states(block_size: int, *, num_speculative: int = 0, num_exported: int = 0) -> MambaSpec:
     """A recurrent layer with states at block boundaries."""
-    return MambaSpec(block_size=block_size, shapes=((8,),), dtype_bytes=(4,), num_speculative_blocks=num_speculative)
+    return MambaSpec(
+        block_size=block_size,
+        shapes=((8,),),
+        dtype_bytes=(4,),
+        num_speculative_blocks=num_speculative,
+        num_prefill_checkpoint_blocks=num_exported,
+    )
 
 
 def random_config(rng: random.Random) -> KVCacheConfig:

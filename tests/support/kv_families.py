@@ -116,6 +116,10 @@ FAMILIES: dict[str, Family] = {
     "states-of-two-sizes": Family(groups=groups(FULL, STATES, STATES_8)),
     "full-window-states-inside": Family(groups=groups(FULL, WINDOW, STATES_8), num_blocks=60),
     "full-states-drafting": Family(groups=groups(FULL, states(8, num_speculative=2)), options=DRAFTING),
+    "states-exported": Family(groups=groups(FULL, states(4, num_exported=1)), num_blocks=30),
+    "states-exported-inside": Family(
+        groups=groups(FULL, states(8, num_speculative=2, num_exported=1)), options=DRAFTING, num_blocks=50
+    ),
     "state-uncached": Family(
         groups=groups(FULL, running_state(num_speculative=2)),
         options=LedgerOptions(enable_caching=False, num_lookahead_tokens=2),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+from support.kv_accounts import export_length
 from support.kv_places import Places
 
 from blockferry.engine.kv.groups import one_layer
@@ -73,6 +74,7 @@ class Shadow:
         groups = config.groups
         self.prefixes = prefixes
         self.places = Places(config)
+        self.hash_block_size = config.hash_block_size
         self.slabs: dict[int, set[int]] = {}  # places of the pages of each slab that have content
         self.specs = [one_layer(group.spec) for group in groups]
         # keys and values of a draft depend on the token after theirs
@@ -181,12 +183,21 @@ class Shadow:
             for accepted in range(first_end, end + 1):
                 self._write(group, table[running + accepted - first_end], 0, work.names[accepted])
             columns[group] = running + end - first_end
+            self._export_state(group, spec, work, running)
             boundary = end // spec.block_size * spec.block_size
             column = boundary // spec.block_size - 1
             if boundary >= first_end and column != running + boundary - first_end and table[column]:
                 assert column != columns[group] or boundary == end, (work, column)
                 self._write(group, table[column], 0, work.names[boundary])
         return columns
+
+    def _export_state(self, group: int, spec: MambaSpec, work: Work, running: int) -> None:
+        """The state of the last length that a hit on the whole prompt can have, if the chunk passes that."""
+        length = export_length(spec, work.num_prompt_tokens, self.hash_block_size)
+        column = min(-(-length // spec.block_size), running) - 1
+        is_within = work.start < length < work.stop and column > (work.start - 1) // spec.block_size
+        if is_within and work.tables[group][column]:
+            self._write(group, work.tables[group][column], 0, work.names[length])
 
     # pages
 
