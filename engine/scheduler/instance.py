@@ -93,7 +93,7 @@ class Instance:
         return self.kv.lookup(sequence.hashes, len(sequence.token_ids))
 
     def has_room_for(self, sequence: Sequence, hit: PrefixHit | None, kept: Kept) -> bool:
-        """Whether a row and the blocks of the whole sequence are free; cheap and without effect."""
+        """Whether a row and the blocks of the whole sequence are free beside what is kept; cheap and without effect."""
         if self.batch.num_free_rows <= kept.num_rows:
             return False
         num_blocks = self.kv.room.to_hold(len(sequence.token_ids), hit)

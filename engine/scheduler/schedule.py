@@ -6,8 +6,8 @@
     3  prefill  the next chunk of every prefill in progress, oldest first
     4  admit    the oldest waiting sequences, unless anything was preempted or is still draining. One whose prefix hit
                 ends in a state that this very step computes is set aside for the next step, with its row and blocks
-                kept free; younger ones go ahead as far as that leaves room. It is set aside again only for a longer
-                hit, so at most once per state block of its prompt
+                kept free; younger ones go ahead as far as that leaves room. In the next step it is looked up before
+                them, so that only prefills in progress can make it wait again, as a rule for a longer hit
 
 The oldest row is never preempted for a younger one, so it always ends, and with it every other in turn.
 Counts advance here, at plan time; the tokens arrive in update.py.
