@@ -1,9 +1,11 @@
 """Block hashes: what makes two full blocks hold the same keys and values.
 
-Chained SHA-224 over full blocks only, equal on every node and in every process (SHA-256 with a shorter digest: 112 bits
-against collisions are plenty, and a digest is an object of 64 bytes in place of 80):
+Chained BLAKE2b (RFC 7693) over full blocks only, equal on every node and in every process:
 
-    digest[i] = SHA-224(digest[i-1] or NONE_HASH | tokens of block i, int32 little-endian | extra keys)
+    digest[i] = BLAKE2b-224(digest[i-1] or NONE_HASH | tokens of block i, int32 little-endian | extra keys)
+
+As strong as SHA-256 for this, and half the time of it in Python for a block of 16 tokens. 224 bits: 112 against
+collisions are plenty, and a digest is an object of 64 bytes in place of 80.
 
 Owns no state but what RequestHashes holds for one request.
 """
@@ -18,7 +20,10 @@ from collections.abc import Sequence
 
 from blockferry.engine.request import Int32Array
 
-NONE_HASH = hashlib.sha224(b"blockferry block hash v2").digest()
+_DIGEST_BYTES = 28
+_new_state = hashlib.blake2b(digest_size=_DIGEST_BYTES).copy  # a copy costs less than a call with digest_size
+
+NONE_HASH = hashlib.blake2b(b"blockferry block hash v3", digest_size=_DIGEST_BYTES).digest()
 """Parent of every first block; a constant, so that hashes agree between nodes."""
 
 
@@ -60,11 +65,12 @@ def salt_key(cache_salt: str) -> tuple[ExtraKey, ...]:
 def append_plain(chains: Sequence[list[bytes]], chunks: Sequence[bytes]) -> None:
     """Append one digest to each chain: of its next block, whose tokens (little-endian int32) are its chunk.
 
-    For blocks with a predecessor and without extra keys, the case of decode; about 1 us each.
+    For blocks with a predecessor and without extra keys, the case of decode; about 0.5 us each.
     """
-    sha224 = hashlib.sha224
     for digests, chunk in zip(chains, chunks, strict=True):
-        digests.append(sha224(digests[-1] + chunk).digest())
+        state = _new_state()
+        state.update(digests[-1] + chunk)
+        digests.append(state.digest())
 
 
 def hash_blocks(
@@ -90,7 +96,9 @@ def hash_blocks(
         chunk = data[offset : offset + chunk_bytes]
         if extra_keys:
             chunk += _encode_extra_keys(extra_keys, start + offset // 4, block_size)
-        parent = hashlib.sha224(parent + chunk).digest()
+        state = _new_state()
+        state.update(parent + chunk)
+        parent = state.digest()
         digests.append(parent)
     return digests
 
