@@ -30,6 +30,12 @@ def step(cluster: SimCluster):
     return plan
 
 
+def found_in(kv, group: int):
+    """Which blocks can be found as those of a group; bool [num_usable_blocks]."""
+    reports = [kv.report_block(block_id, group) for block_id in range(1, kv.num_usable_blocks + 1)]
+    return np.array([report.hash_group == group for report in reports])
+
+
 def chunks(cluster: SimCluster, num_steps: int) -> list[list[int]]:
     return [step(cluster).num_scheduled.tolist() for _ in range(num_steps)]
 
@@ -153,12 +159,27 @@ def test_request_that_only_just_fits_also_fits_with_a_hit_that_must_be_copied(fa
     cluster.check_all_free()
 
 
-def test_row_alone_that_is_spread_over_too_many_slabs_starts_over():
-    cluster = make("full+full", block_size=2, num_blocks=43, pages_per_slab=(3, 4), max_num_seqs=2)
-    for handle in range(12):
-        cluster.add(handle, prompt(9 + 3 * (handle % 5), handle % 3), MIXED, max_tokens=28)
+@pytest.mark.parametrize("enable_caching", [False, True])
+def test_row_alone_that_is_spread_over_too_many_slabs_starts_over(enable_caching):
+    shape = {"num_blocks": 29, "pages_per_slab": (2, 4), "max_num_seqs": 3, "enable_caching": enable_caching}
+    cluster = make("full+full", block_size=2, **shape)
+    for handle, (num_prompt_tokens, max_tokens) in enumerate([(7, 11), (8, 14), (10, 27), (7, 10), (12, 10)]):
+        cluster.add(handle, prompt(num_prompt_tokens, handle % 2), MIXED, max_tokens=max_tokens)
     cluster.drain()
     cluster.check_all_free()
+
+
+def test_block_of_attention_that_is_computed_anew_is_not_copied_in_the_same_step():
+    cluster = make("full+states, hits inside both")
+    cluster.add(0, prompt(14), MIXED, max_tokens=1)
+    cluster.drain()
+    kv = cluster.instances["m"].kv
+    kv.evict_blocks(np.arange(1, 400, dtype=np.int32)[found_in(kv, 0)], 0)
+    for handle, num_tokens in ((1, 40), (2, 20)):
+        cluster.add(handle, prompt(num_tokens), MIXED, max_tokens=1)
+    assert len(step(cluster).rows) == 1
+    cluster.drain()
+    assert [cluster.finished[handle].stats.num_cached_tokens for handle in (1, 2)] == [0, 12]
 
 
 @pytest.mark.parametrize("family", ["full+window", "window", "full+states", "full+full"])
