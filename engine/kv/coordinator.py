@@ -112,15 +112,14 @@ class Coordinator:
         num_grown = len(due)
         if not self._fit(missing):
             num_grown = self.pools.num_leading(self._needs_in(missing))
-            short, missing = short.keep(slice(num_grown)), [counts[:num_grown] for counts in missing]
+            short, missing = short.keep_leading(num_grown), [counts[:num_grown] for counts in missing]
         for manager, counts in zip(self.managers, missing, strict=True):
-            mine = counts.nonzero()[0]
-            if not len(mine):
-                continue
-            if len(mine) == len(counts):
+            num_growing = np.count_nonzero(counts)
+            if num_growing == len(counts):
                 manager.grow_in(short, counts)
-            else:
-                manager.grow_in(short.keep(mine), counts[mine])
+            elif num_growing:
+                mine = counts.nonzero()[0]
+                manager.grow_in(short.keep(mine), counts.take(mine))
         return len(demand.rows) if num_grown == len(due) else int(due[num_grown])
 
     def _fit(self, missing: Sequence[Int32Array]) -> bool:

@@ -55,9 +55,15 @@ class DecodeDemand(NamedTuple):
     num_main: Int32Array
     num_slots: Int32Array
 
-    def keep(self, chosen: NDArray[np.integer] | slice) -> DecodeDemand:
+    def keep(self, chosen: NDArray[np.integer]) -> DecodeDemand:
         """The same for some of the rows, by index."""
-        return DecodeDemand(rows=self.rows[chosen], num_main=self.num_main[chosen], num_slots=self.num_slots[chosen])
+        rows, num_main = self.rows.take(chosen), self.num_main.take(chosen)
+        num_slots = num_main if self.num_slots is self.num_main else self.num_slots.take(chosen)
+        return DecodeDemand(rows=rows, num_main=num_main, num_slots=num_slots)
+
+    def keep_leading(self, count: int) -> DecodeDemand:
+        """The same for the first count rows."""
+        return DecodeDemand(*(values[:count] for values in self))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
