@@ -8,7 +8,7 @@ from support.kv_families import FAMILIES
 from support.kv_operations import OPERATIONS
 from support.kv_player import Player
 
-NUM_OPERATIONS_SHORT = 8_000
+NUM_OPERATIONS_SHORT = 10_000
 NUM_OPERATIONS = 100_000
 HISTORY = 400  # operations after which a new ledger is taken
 

@@ -41,6 +41,8 @@ def random_config(rng: random.Random) -> KVCacheConfig:
     groups = [
         random_group(rng, hash_block, blocks, resumes_inside) for _ in range(rng.choice((1, 2, 2, 3, 3, 4, 5, 6)))
     ]
+    if rng.random() < 0.3:
+        groups.append(rng.choice(groups))  # asked together with its like
     if resumes_inside:
         groups.append(KVCacheGroup(layer_ids=(0,), spec=states(rng.choice(blocks[1:]))))
     if not resumes_inside:

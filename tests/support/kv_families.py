@@ -113,6 +113,7 @@ FAMILIES: dict[str, Family] = {
     "full-states-tiny": Family(groups=groups(FULL, STATES), num_blocks=18),
     "full-states-inside": Family(groups=groups(FULL, STATES_8), has_events=True),
     "full-states-inside-both": Family(groups=groups(FULL_8, states(16)), num_blocks=30),
+    "full-inside": Family(groups=groups(FULL_8, STATES_8), hash_block_size=2),
     "states-of-two-sizes": Family(groups=groups(FULL, STATES, STATES_8)),
     "full-window-states-inside": Family(groups=groups(FULL, WINDOW, STATES_8), num_blocks=60),
     "full-states-drafting": Family(groups=groups(FULL, states(8, num_speculative=2)), options=DRAFTING),

@@ -42,6 +42,7 @@ class Player:
         self.kv = KVCacheManager(family.config, self.rows, options=family.options, events=events)
         self.books = Books(self.kv, family)
         self.workers = Workers(family, max_rows=MAX_ROWS)
+        self.heard: list[list[int]] = []  # every prompt so far
         self.waiting: list[Request] = []
         self.running: dict[int, Request] = {}
         self.open: list[Part] = []
@@ -57,6 +58,10 @@ class Player:
         shared = [base] * self.rng.choice((self.rng.randint(0, 40), 16, 32))
         own = [self.rng.randrange(2) for _ in range(self.rng.choice((0, 1, 4, 12)))]
         tokens, salt = (shared + own) or [base], self.rng.choice(("", "", "", "tenant"))
+        if self.heard and self.rng.random() < 0.4:
+            tokens = self.rng.choice(self.heard) + [self.rng.randrange(2) for _ in range(self.rng.choice((0, 1, 5)))]
+        tokens = tokens[: MAX_MODEL_LEN - 8]
+        self.heard.append(tokens)
         hashes = self.kv.hash_prompt(ints(tokens), cache_salt=salt)
         self.waiting.append(self.workers.make_request(tokens, salt, hashes))
 
@@ -411,7 +416,7 @@ class Player:
     def chunk_stop(self, start: int, known: int, junction: int) -> int:
         """Any chunk, or one that ends where a state is worth keeping; a state inside a block does not leave it."""
         last = (known - 1) // self.family.hash_block_size * self.family.hash_block_size
-        wishes = [stop for stop in (last, junction) if start < stop]
+        wishes = [stop for stop in (last, last, junction) if start < stop]
         stop = self.rng.choice((known, known, self.rng.randint(start + 1, known), *wishes))
         for block in self.books.state_blocks:
             if start % block:
