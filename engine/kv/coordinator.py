@@ -115,7 +115,7 @@ class Coordinator:
             short, missing = short.keep_leading(num_grown), [counts[:num_grown] for counts in missing]
         for manager, counts in zip(self.managers, missing, strict=True):
             num_growing = np.count_nonzero(counts)
-            if num_growing == len(counts):
+            if 0 < num_growing == len(counts):
                 manager.grow_in(short, counts)
             elif num_growing:
                 mine = counts.nonzero()[0]
