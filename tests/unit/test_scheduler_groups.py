@@ -141,6 +141,13 @@ def test_window_holds_its_reach_however_long_the_sequence():
     assert most <= 4  # 9 tokens of window and 4 of the step, in blocks of 4
 
 
+def test_retained_prompt_stays_in_reach_of_a_request_that_may_not_look_into_the_cache():
+    cluster = make("retained prompt")
+    cluster.add(0, prompt(20), MIXED, max_tokens=12, num_prompt_logprobs=0)
+    cluster.drain()
+    cluster.check_all_free()
+
+
 def test_long_request_is_accepted_where_windows_make_it_fit():
     cluster = make("window", num_blocks=5, max_num_batched_tokens=4)
     cluster.add(0, prompt(60), MIXED, max_tokens=30)
