@@ -71,7 +71,7 @@ class BlockPool:
     def evict(self, block_ids: Int32Array) -> None:
         """Make blocks unfindable, in this order, as they are used for something else."""
         places = self.place.take(block_ids)
-        if places.any():
+        if np.count_nonzero(places):  # cheaper than any()
             stale = block_ids[places != NO_PLACE]
             self.num_evicted += len(stale)
             self.drop_hashes(stale)

@@ -213,7 +213,7 @@ class KVCacheManager:
         num_known = self._rows.num_tokens.take(rows)
         if self._options.num_hash_lookahead_tokens:
             num_known -= np.int32(self._options.num_hash_lookahead_tokens)
-        if (num_tokens > num_known).any():  # steps in flight: planned further than is known
+        if np.count_nonzero(num_tokens > num_known):  # steps in flight: planned further than is known
             num_tokens = np.minimum(num_tokens, num_known)
             due = self._cacher.is_due(rows, num_tokens)
             rows, num_tokens = rows[due], num_tokens[due]
@@ -378,13 +378,13 @@ class KVCacheManager:
     def _extend_hashes(self, rows: Int32Array, num_full: Int32Array) -> None:
         """Hash rows [R] up to num_full [R] hash blocks; the usual case is one plain block in each."""
         is_usual = num_full == self._next_plain.take(rows)
-        if not is_usual.all():
+        if np.count_nonzero(is_usual) < len(rows):  # cheaper than all()
             for row, stop in zip(rows[~is_usual].tolist(), num_full[~is_usual].tolist()):
                 self._hash_row(row, stop * self._hash_block_size + self._options.num_hash_lookahead_tokens)
             rows, num_full = rows[is_usual], num_full[is_usual]
-        chunks = self._token_blocks[rows, num_full - 1].tolist()
+        chunks = self._token_blocks[rows, num_full - np.int32(1)].tolist()
         append_plain([self._digests[row] for row in rows.tolist()], chunks)
-        self._next_plain[rows] = num_full + 1
+        self._next_plain[rows] = num_full + np.int32(1)
 
     def _hash_row(self, row: int, num_tokens: int) -> None:
         hashes = self._hashes[row]

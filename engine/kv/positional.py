@@ -191,8 +191,9 @@ class PositionalManager:
         first = self.stack.num_cached.take(rows)
         counts = stop - first
         is_due = counts > 0
-        if not is_due.all():
-            if not is_due.any():
+        num_due = np.count_nonzero(is_due)  # cheaper than all() and any()
+        if num_due < len(rows):
+            if not num_due:
                 return None
             rows, counts, first, stop = rows[is_due], counts[is_due], first[is_due], stop[is_due]
         self.stack.num_cached[rows] = stop
