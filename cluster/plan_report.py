@@ -114,6 +114,7 @@ def document_of(planned: PlannedModel) -> dict[str, Any]:
         "useful_fraction": plan.useful_fraction,
         "capacity_tokens": plan.capacity_tokens,
         "max_concurrency": plan.max_concurrency,
+        "num_whole_sequences": plan.num_whole_sequences,
         "hash_block_size": plan.hash_block_size,
         "scheduler_block_size": plan.scheduler_block_size,
         "slab": dataclasses.asdict(plan.slab) if plan.slab else None,
@@ -160,11 +161,11 @@ def comparison_table(plans: Sequence[PlannedModel], best: KVCachePlan | None) ->
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("", "planner"):
         table.add_column(heading)
-    for heading in ("groups", "block", "blocks", "useful", "tokens that fit", "sequences", "one sequence"):
+    for heading in ("groups", "block", "blocks", "useful", "tokens that fit", "sequences", "whole", "one sequence"):
         table.add_column(heading, justify="right")
     for planned in plans:
         if planned.attempt.plan is None:
-            table.add_row("", planned.name, "-", "-", "-", "-", "-", "-", "-")
+            table.add_row("", planned.name, *["-"] * 8)
             continue
         plan = planned.plan
         sequence_bytes = sum(share.sequence_bytes for share in planned.shares())
@@ -177,6 +178,7 @@ def comparison_table(plans: Sequence[PlannedModel], best: KVCachePlan | None) ->
             f"{plan.useful_fraction:.1%}",
             f"{plan.capacity_tokens:,}",
             f"{plan.max_concurrency:,.2f}",
+            f"{plan.num_whole_sequences:,}",
             size_words(sequence_bytes),
         )
     return table
@@ -203,7 +205,7 @@ def summary_lines(planned: PlannedModel) -> Iterator[str]:
     yield f"one sequence: {parts}"
     yield (
         f"holds {plan.capacity_tokens:,} tokens: {plan.max_concurrency:,.2f} sequences of "
-        f"{planned.request.limits.max_model_len:,}"
+        f"{planned.request.limits.max_model_len:,}, of which {plan.num_whole_sequences:,} whole ones at once"
     )
 
 

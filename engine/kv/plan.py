@@ -58,7 +58,7 @@ class KVCachePlan:
 
     num_blocks counts the null block; of a slab plan it is that of the group with most blocks. useful_fraction is
     content bytes over pool bytes when all blocks are taken. capacity_tokens and max_concurrency are for sequences of
-    max_model_len, fractions of a sequence included.
+    max_model_len, fractions of a sequence included; num_whole_sequences of them can run at once.
     """
 
     planner: Planner
@@ -71,5 +71,6 @@ class KVCachePlan:
     useful_fraction: float
     capacity_tokens: int
     max_concurrency: float
+    num_whole_sequences: int
     pool_bytes: int
     slab: SlabGeometry | None = None

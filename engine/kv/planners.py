@@ -14,7 +14,7 @@ from blockferry.engine.errors import ConfigError, PoolTooSmall
 from blockferry.engine.kv.plan import KVCachePlan, Planner, PlanRequest
 from blockferry.engine.kv.planning import RankShare, plan_ranks, plan_unified, plan_uniform
 from blockferry.engine.kv.reach import KVContent, NoReach, SequenceLimits
-from blockferry.engine.kv.slab_geometry import slabs_of_one_sequence
+from blockferry.engine.kv.slab_geometry import slabs_taken
 from blockferry.engine.kv.slab_planner import page_demand, plan_slab
 from blockferry.engine.kv.spec import AttentionSpec
 
@@ -58,6 +58,9 @@ def best_plan(request: PlanRequest) -> KVCachePlan:
 def best_of(attempts: Sequence[Attempt]) -> KVCachePlan:
     """The plan that holds most tokens; of those that hold about as many, that of fewest groups, then the first.
 
+    Plans with clearly fewer whole sequences than another's are out: in a small pool, a slab that belongs to one group
+    leaves pages over that the other groups lack.
+
     Raises the first attempt's error where there is no plan.
     """
     plans = [one.plan for one in attempts if one.plan is not None]
@@ -65,6 +68,8 @@ def best_of(attempts: Sequence[Attempt]) -> KVCachePlan:
         assert attempts, "nothing was attempted"
         assert attempts[0].error is not None, attempts
         raise attempts[0].error
+    most_sequences = max(plan.num_whole_sequences for plan in plans)
+    plans = [plan for plan in plans if plan.num_whole_sequences >= NEAR_TIE * most_sequences]
     most_tokens = max(plan.capacity_tokens for plan in plans)
     alike = [plan for plan in plans if plan.capacity_tokens >= NEAR_TIE * most_tokens]
     return min(alike, key=lambda plan: len(plan.groups))
@@ -114,14 +119,14 @@ def _can_run(plan: KVCachePlan, limits: SequenceLimits) -> bool:
     """Whether one sequence of max_model_len can be held."""
     assert plan.slab is not None, plan
     demands = [page_demand(group, limits) for group in plan.groups]
-    return slabs_of_one_sequence(plan.slab, demands) <= plan.slab.num_slabs
+    return slabs_taken(plan.slab, demands) <= plan.slab.num_slabs
 
 
 def _sequence_bytes(plan: KVCachePlan, limits: SequenceLimits) -> int:
     """Bytes of a pool that holds one sequence of max_model_len."""
     assert plan.slab is not None, plan
     demands = [page_demand(group, limits) for group in plan.groups]
-    num_slabs = slabs_of_one_sequence(dataclasses.replace(plan.slab, tail_pages=0), demands)
+    num_slabs = slabs_taken(dataclasses.replace(plan.slab, tail_pages=0), demands)
     return plan.slab.null_bytes + num_slabs * plan.slab.slab_bytes
 
 

@@ -132,5 +132,6 @@ def _size_plan(
         useful_fraction=useful_fraction(groups),
         capacity_tokens=num_blocks * request.limits.max_model_len // needed if needed else 0,
         max_concurrency=num_blocks / needed if needed else 0.0,
+        num_whole_sequences=(num_blocks - 1) // needed if needed else 0,
         pool_bytes=num_blocks * bytes_per_block(groups),
     )

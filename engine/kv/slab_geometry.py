@@ -47,7 +47,7 @@ def choose_geometry(demands: Sequence[PageDemand], memory_bytes: int) -> SlabGeo
     fitting = [geometry for geometry in geometries if geometry.num_slabs >= len(demands)]
     if not fitting:
         raise ValueError(_too_small(demands, memory_bytes))
-    holding = [one for one in fitting if slabs_of_one_sequence(one, demands) <= one.num_slabs] or fitting
+    holding = [one for one in fitting if slabs_taken(one, demands) <= one.num_slabs] or fitting
     tight = [geometry for geometry in holding if _padding(geometry, demands) <= MAX_PADDING] or holding
     return min(tight, key=lambda geometry: _waste(geometry, demands, memory_bytes))
 
@@ -85,12 +85,20 @@ def sequences_that_fit(geometry: SlabGeometry, demands: Sequence[PageDemand]) ->
     return num_slabs / (sum(needs) - tail_need)  # the tail holds more than its group can use
 
 
-def slabs_of_one_sequence(geometry: SlabGeometry, demands: Sequence[PageDemand]) -> int:
-    """Slabs that a sequence of maximal length takes when it is alone, the last one of every group perhaps not full."""
+def whole_sequences_that_fit(geometry: SlabGeometry, demands: Sequence[PageDemand]) -> int:
+    """Sequences of maximal length that run at once, slabs being whole and null pages nobody's."""
+    num_sequences = int(sequences_that_fit(geometry, demands))
+    while num_sequences and slabs_taken(geometry, demands, num_sequences) > geometry.num_slabs:
+        num_sequences -= 1
+    return num_sequences
+
+
+def slabs_taken(geometry: SlabGeometry, demands: Sequence[PageDemand], num_sequences: int = 1) -> int:
+    """Slabs that sequences of maximal length take when nothing else runs, the last one of a group perhaps not full."""
     num_slabs = 0
     for group, (demand, pages) in enumerate(zip(demands, geometry.pages_per_slab, strict=True)):
         tail_pages = geometry.tail_pages if group == geometry.tail_group else 0
-        num_slabs += -(-max(0, demand.blocks_per_sequence - tail_pages) // pages)
+        num_slabs += -(-max(0, num_sequences * demand.blocks_per_sequence - tail_pages) // pages)
     return num_slabs
 
 

@@ -18,7 +18,13 @@ from blockferry.engine.kv.plan_groups import cached_layers, group_spec
 from blockferry.engine.kv.plan_layout import is_block_outermost, lay_out_pages
 from blockferry.engine.kv.planning import plan_unified, plan_uniform
 from blockferry.engine.kv.reach import SequenceLimits
-from blockferry.engine.kv.slab_geometry import MAX_PADDING, PageDemand, choose_geometry, sequences_that_fit
+from blockferry.engine.kv.slab_geometry import (
+    MAX_PADDING,
+    PageDemand,
+    choose_geometry,
+    sequences_that_fit,
+    whole_sequences_that_fit,
+)
 from blockferry.engine.kv.spec import KVCacheGroup, SlabGeometry
 
 
@@ -89,6 +95,7 @@ def plan_slab_groups(groups: Sequence[KVCacheGroup], request: PlanRequest) -> KV
         ),
         capacity_tokens=int(max_concurrency * request.limits.max_model_len),
         max_concurrency=max_concurrency,
+        num_whole_sequences=whole_sequences_that_fit(slab, demands),
         pool_bytes=slab.pool_bytes,
         slab=slab,
     )

@@ -18,10 +18,12 @@ from blockferry.engine.kv.slab_geometry import (
     STRIDE_ALIGNMENT,
     PageDemand,
     choose_geometry,
-    slabs_of_one_sequence,
+    sequences_that_fit,
+    slabs_taken,
+    whole_sequences_that_fit,
 )
 from blockferry.engine.kv.slab_planner import plan_slab
-from blockferry.engine.kv.spec import AttentionSpec, LayerSpec, MambaSpec
+from blockferry.engine.kv.spec import AttentionSpec, LayerSpec, MambaSpec, SlabGeometry
 
 MIB = 1 << 20
 LIMITS = SequenceLimits(max_model_len=8192, max_in_flight_tokens=2048)
@@ -207,10 +209,21 @@ def test_two_page_sizes_of_any_ratio_waste_less_than_a_percent(demands: list[Pag
         assert 1 - demand.page_bytes / stride <= MAX_PADDING
 
 
+def test_whole_sequences_need_whole_slabs_of_each_group() -> None:
+    demands = [PageDemand(page_bytes=480, blocks_per_sequence=4), PageDemand(page_bytes=96, blocks_per_sequence=4)]
+    slab = SlabGeometry(
+        slab_bytes=2400, num_slabs=2, pages_per_slab=(5, 25), page_stride_bytes=(480, 96), null_bytes=480
+    )
+
+    assert sequences_that_fit(slab, demands) > 2
+    assert whole_sequences_that_fit(slab, demands) == 1
+    assert slabs_taken(slab, demands, 2) == 3
+
+
 def test_small_pool_prefers_slabs_that_let_one_sequence_run() -> None:
     large, small = (
         PageDemand(page_bytes=1 << 20, blocks_per_sequence=9),
         PageDemand(page_bytes=70_000, blocks_per_sequence=3),
     )
     slab = choose_geometry([large, small], 12 << 20)
-    assert slabs_of_one_sequence(slab, [large, small]) <= slab.num_slabs
+    assert slabs_taken(slab, [large, small]) <= slab.num_slabs
