@@ -176,8 +176,10 @@ class ChunkReach:
         return FullReach(computes_chunk=self.chunk)
 
     def max_held_blocks(self, tokens_per_block: int, limits: SequenceLimits) -> int:
-        """Most blocks that one sequence ever holds at once."""
-        return cdiv(min(self.chunk + limits.max_in_flight_tokens, limits.max_model_len), tokens_per_block)
+        """Most blocks that one sequence ever holds at once: one more where chunks do not start with a block."""
+        num_tokens = self.chunk + limits.max_in_flight_tokens
+        starts_inside = int(self.chunk % tokens_per_block != 0)
+        return min(cdiv(num_tokens, tokens_per_block) + starts_inside, cdiv(limits.max_model_len, tokens_per_block))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
