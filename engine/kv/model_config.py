@@ -10,6 +10,8 @@ from typing import Any
 
 from blockferry.engine.errors import ConfigError
 
+MAX_SIZE = 1 << 40  # tokens, channels
+MAX_COUNT = 100_000  # layers, heads
 _TEXT_SECTIONS = ("text_config", "language_config", "llm_config", "thinker_config")
 
 
@@ -25,8 +27,21 @@ class ModelConfig:
             self._values = dict(values)
             return
         # thinker_config has a text_config of its own; what the section leaves out, the document may say
-        outer = {key: value for key, value in values.items() if not isinstance(value, Mapping)}
+        outer = {key: value for key, value in values.items() if _is_shared(key, value)}
         self._values = outer | ModelConfig(inner)._values
+
+    def has(self, name: str) -> bool:
+        """Whether the key has a value that says something: not null, false, 0 or empty."""
+        return bool(self._values.get(name))
+
+    def names(self) -> list[str]:
+        """Every key that has() is true of."""
+        return [name for name in self._values if self.has(name)]
+
+    def section(self, name: str) -> ModelConfig:
+        """The mapping under a key; an empty one where there is none."""
+        value = self._values.get(name)
+        return ModelConfig(value if isinstance(value, Mapping) else {})
 
     @property
     def model_type(self) -> str:
@@ -44,7 +59,7 @@ class ModelConfig:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise ConfigError("config.json", f"{name} is {value!r}; it must be true or false")
+            raise ConfigError("config.json", f"{name} is {_quote(value)}; it must be true or false")
         return value
 
     def integer(self, *names: str, default: int | None = None) -> int:
@@ -62,17 +77,15 @@ class ModelConfig:
             value = self._values.get(name)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError("config.json", f"{name} is {value!r}; it must be a whole number of at least 1")
-            return value
+            return _whole_number(name, value, least=1)
         return None
 
     def count(self, *names: str, default: int = 0) -> int:
         """A whole number, 0 included."""
         for name in names:
             value = self._values.get(name)
-            if value is not None and not isinstance(value, bool) and isinstance(value, int) and value >= 0:
-                return value
+            if value is not None:
+                return _whole_number(name, value, least=0)
         return default
 
     def texts(self, *names: str) -> list[str] | None:
@@ -86,7 +99,7 @@ class ModelConfig:
         if found is None:
             return None
         if any(isinstance(entry, bool) or not isinstance(entry, int) for entry in found):
-            raise ConfigError("config.json", f"{names[0]} is {found!r}; it must be a list of whole numbers")
+            raise ConfigError("config.json", f"{names[0]} is {_quote(found)}; it must be a list of whole numbers")
         return found
 
     def _list(self, *names: str) -> list[Any] | None:
@@ -95,6 +108,26 @@ class ModelConfig:
             if value is None or value == []:
                 continue
             if not isinstance(value, list):
-                raise ConfigError("config.json", f"{name} is {value!r}; it must be a list")
+                raise ConfigError("config.json", f"{name} is {_quote(value)}; it must be a list")
             return value
         return None
+
+
+def _is_shared(key: str, value: object) -> bool:
+    """Whether what the document says of itself holds for its language model, too."""
+    return not isinstance(value, Mapping) or key == "quantization_config"
+
+
+def _whole_number(name: str, value: object, *, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError("config.json", f"{name} is {_quote(value)}; it must be a whole number of at least {least}")
+    most = MAX_COUNT if "layer" in name or "head" in name else MAX_SIZE
+    if value > most:
+        raise ConfigError("config.json", f"{name} is {_quote(value)}; no model has more than {most:,}")
+    return value
+
+
+def _quote(value: object) -> str:
+    """A value as a message shows it, cut where it is long."""
+    words = repr(value)
+    return words if len(words) <= 60 else f"{words[:40]}... ({len(words)} characters)"

@@ -1,6 +1,7 @@
 """Model families: which kind of cache each layer has, what attention stores, which state recurrent layers keep.
 
-One entry per family; a family without one is read as a plain decoder. New families are added here and nowhere else.
+One entry per family; a family without one is read as full attention, and model_checks.py says so. New families are
+added here and nowhere else.
 """
 
 from __future__ import annotations
@@ -85,16 +86,25 @@ class Family:
             if unknown is not None:
                 raise ConfigError("config.json", f"layer type {unknown!r} is unknown; known: {', '.join(_NAMED_TYPES)}")
             types = [_NAMED_TYPES[name] for name in names]
-        if len(types) != num_layers(config):
-            raise ConfigError("config.json", f"names the types of {len(types)} layers but has {num_layers(config)}")
+        total = num_layers(config)
+        if len(types) != total:
+            raise ConfigError("config.json", f"names the types of {len(types)} layers but has {total}")
         num_shared = config.count("num_kv_shared_layers")  # the last layers read what earlier ones stored
-        return types[: len(types) - num_shared] + [LayerType.NONE] * num_shared
+        if num_shared >= total:
+            raise ConfigError(
+                "config.json", f"num_kv_shared_layers is {num_shared}; it must be below the {total} layers"
+            )
+        return types[: total - num_shared] + [LayerType.NONE] * num_shared
 
 
 def family_of(config: ModelConfig) -> Family:
-    """The family that model_type names; a plain decoder where it names none that is known."""
-    name = config.model_type.removesuffix("_text")
-    return FAMILIES.get(name, PLAIN)
+    """The family that model_type names; full attention in every layer where it names none that is known."""
+    return FAMILIES.get(family_name(config), UNKNOWN)
+
+
+def family_name(config: ModelConfig) -> str:
+    """Name that FAMILIES may have."""
+    return config.model_type.removesuffix("_text")
 
 
 def num_layers(config: ModelConfig) -> int:
@@ -110,16 +120,41 @@ def kv_contents(config: ModelConfig, options: ContentOptions) -> Sequence[KVCont
         raise ConfigError(
             "kv-dtype", "fp8_ds_mla is a record of latent attention, which this model does not have; use fp8"
         )
-    heads = config.integer("num_attention_heads", "n_head", "num_heads")
-    kv_heads = config.integer("num_key_value_heads", "num_kv_heads", "n_head_kv", default=heads)
-    head_dim = config.find_integer("head_dim", "attention_head_dim")
+    heads = config.integer("num_attention_heads", "n_head", "num_heads", "n_heads")
+    kv_heads = _num_kv_heads(config, heads)
+    if heads % kv_heads:
+        raise ConfigError("config.json", f"{heads} attention heads cannot share {kv_heads} KV heads evenly")
+    head_dim = config.find_integer("head_dim", "attention_head_dim", "kv_channels")
     if head_dim is None:
-        head_dim = config.integer("hidden_size", "n_embd", "d_model") // heads
+        head_dim = split_hidden(config.integer("hidden_size", "n_embd", "d_model"), heads)
     try:
         split = split_heads(num_heads=heads, num_kv_heads=kv_heads, tp_rank=0, tp_size=options.tp_size)
     except ValueError as error:
         raise ConfigError("tp", str(error)) from None
     return [KVContent(num_kv_heads=len(split.kv), head_dim=head_dim, dtype_bytes=options.dtype_bytes)]
+
+
+def split_hidden(hidden: int, heads: int) -> int:
+    """Head dim of a config that names none. Raises ConfigError."""
+    if hidden % heads:
+        raise ConfigError(
+            "config.json", f"{hidden} channels cannot be split into {heads} heads, and no head_dim is named"
+        )
+    return hidden // heads
+
+
+def _num_kv_heads(config: ModelConfig, heads: int) -> int:
+    """Of all ranks, by any of the names; one head where a config asks for multi-query attention."""
+    attention = config.section("attn_config")  # MPT and DBRX
+    if attention.text("attn_type", "") == "multiquery_attention":
+        return 1
+    if config.has("multi_query_attention"):  # ChatGLM
+        return config.integer("multi_query_group_num", default=1)
+    has_one = config.flag("multi_query", default=family_name(config) in {"falcon", "gpt_bigcode"})
+    if has_one and not config.flag("new_decoder_architecture", default=False):
+        return 1
+    named = config.find_integer("num_key_value_heads", "num_kv_heads", "n_head_kv")
+    return named or attention.find_integer("kv_n_heads") or heads
 
 
 def latent_contents(config: ModelConfig, options: ContentOptions) -> Sequence[KVContent | LatentContent]:
@@ -160,6 +195,20 @@ def _every_nth_full(default: int, *names: str, others: LayerType = LayerType.SLI
         return [others if (i + 1) % period else LayerType.FULL for i in range(num_layers(config))]
 
     return read
+
+
+def _exaone4_types(config: ModelConfig) -> list[LayerType]:
+    """A string such as LLLG, repeated: L has a window, G sees everything. Without a window all do."""
+    total = num_layers(config)
+    pattern = config.text("sliding_window_pattern", "")
+    if not config.has("sliding_window") or not pattern:
+        return [LayerType.FULL] * total
+    if pattern.isdecimal():
+        return _every_nth_full(4, "sliding_window_pattern")(config)
+    if set(pattern) - {"L", "G"}:
+        raise ConfigError("config.json", f"sliding_window_pattern is {pattern!r}; it must be made of L and G")
+    types = [LayerType.FULL if pattern[i % len(pattern)] == "G" else LayerType.SLIDING for i in range(total)]
+    return [*types[:-1], LayerType.FULL]  # the last sees everything, whatever its letter
 
 
 def _llama4_types(config: ModelConfig) -> list[LayerType]:
@@ -205,6 +254,15 @@ def _all_of(layer_type: LayerType) -> TypeReader:
 
 
 PLAIN = Family(types=_all_attention, contents=kv_contents)
+UNKNOWN = Family(types=_all_of(LayerType.FULL), contents=kv_contents)
+_PLAIN_NAMES = (  # attention in every layer, with the config's window where there is one
+    *("apertus", "aquila", "arcee", "baichuan", "bloom", "chatglm", "codegen", "cohere", "dbrx", "deepseek"),
+    *("ernie4_5", "ernie4_5_moe", "exaone", "falcon", "gemma", "glm", "glm4", "glm4_moe", "gpt2", "gpt_bigcode"),
+    *("gpt_neox", "gptj", "granite", "granitemoe", "granitemoeshared", "internlm", "internlm2", "internlm3", "llama"),
+    *("minicpm", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "mpt", "nemotron", "olmo", "olmo2"),
+    *("olmoe", "opt", "orion", "persimmon", "phi", "phi3", "phimoe", "qwen", "seed_oss", "smollm3", "stablelm"),
+    *("starcoder2", "xverse"),
+)
 _QWEN = Family(types=_windows_from_layer, contents=kv_contents)
 _ALTERNATING = Family(types=_every_nth_full(2), contents=kv_contents)
 _LATENT = Family(types=_all_of(LayerType.FULL), contents=latent_contents)
@@ -216,8 +274,14 @@ _DELTA_NET = Family(
 _BAMBA = Family(types=_attention_at("attn_layer_indices"), contents=kv_contents, state=mamba2_state)
 
 FAMILIES: Mapping[str, Family] = {
+    **dict.fromkeys(_PLAIN_NAMES, PLAIN),
+    "exaone4": Family(types=_exaone4_types, contents=kv_contents),
     "qwen2": _QWEN,
     "qwen2_moe": _QWEN,
+    "qwen2_vl": _QWEN,
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+    "qwen3_vl_moe": _QWEN,
     "qwen3": _QWEN,
     "qwen3_moe": _QWEN,
     "gemma2": _ALTERNATING,

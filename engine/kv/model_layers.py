@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from blockferry.engine.errors import ConfigError
+from blockferry.engine.kv.model_checks import check_model, is_encoder, warnings_of
 from blockferry.engine.kv.model_config import ModelConfig
-from blockferry.engine.kv.model_families import ContentOptions, Family, LayerType, family_of
+from blockferry.engine.kv.model_families import ContentOptions, Family, LayerType, family_of, split_hidden
 from blockferry.engine.kv.model_states import StateOptions
 from blockferry.engine.kv.reach import (
     ChunkReach,
@@ -42,7 +43,13 @@ class CacheDType(enum.StrEnum):
     FP8_DS_MLA = "fp8_ds_mla"
 
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_ds_mla": 1}
+_DTYPE_BYTES = {"float32": 4, "float": 4, "half": 2, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_ds_mla": 1}
+
+
+_LENGTH_NAMES = (
+    *("max_position_embeddings", "max_target_positions", "n_positions", "max_seq_len", "max_sequence_length"),
+    *("seq_length", "model_max_length", "n_ctx"),
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +73,8 @@ class ModelLayers:
     draft_layer_ids: frozenset[int]  # indices into layers
     max_position: int | None
     num_encoder_tokens: int  # longest input of an encoder; 0 without one
+    warnings: tuple[str, ...] = ()  # what was assumed of the model
+    notes: tuple[str, ...] = ()  # what was decided because its config says so
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +88,10 @@ def layers_of(config: Mapping[str, Any], options: LayerOptions) -> ModelLayers:
     """The cache specs of a model. Raises ConfigError, in one line, for a config that is malformed or not understood."""
     model = ModelConfig(config)
     architectures = model.texts("architectures")
+    check_model(model)
+    quantized = _quantized_cache(model) if options.cache_dtype is CacheDType.AUTO else None
+    if quantized is not None:
+        options = dataclasses.replace(options, cache_dtype=CacheDType.FP8)
     read = _encoder_decoder_caches if model.flag("is_encoder_decoder", default=False) else _decoder_caches
     caches = list(read(model, options))
     return ModelLayers(
@@ -86,10 +99,10 @@ def layers_of(config: Mapping[str, Any], options: LayerOptions) -> ModelLayers:
         layers=tuple(cache.spec for cache in caches),
         layer_numbers=tuple(cache.layer_number for cache in caches),
         draft_layer_ids=frozenset(i for i, cache in enumerate(caches) if cache.is_draft),
-        max_position=model.find_integer(
-            "max_position_embeddings", "max_target_positions", "n_positions", "max_seq_len", "max_sequence_length"
-        ),
+        max_position=model.find_integer(*_LENGTH_NAMES),
         num_encoder_tokens=_num_encoder_tokens(model),
+        warnings=warnings_of(model),
+        notes=() if quantized is None else (f"keys and values are fp8, as {quantized} says",),
     )
 
 
@@ -108,11 +121,11 @@ def uniform_block_size(layers: Sequence[LayerSpec], block_size: int) -> int:
 
 
 def _decoder_caches(config: ModelConfig, options: LayerOptions) -> Iterator[_Cache]:
+    if is_encoder(config):
+        yield from _encoder_caches(config, options, first_number=0)
+        return
     family = family_of(config)
     types = family.layer_types(config)
-    if _is_encoder(config):
-        types = []
-        yield from _encoder_caches(config, options, first_number=0)
     for number, layer_type in enumerate(types):
         for spec in _layer_specs(family, layer_type, config, options):
             yield _Cache(layer_number=number, spec=spec)
@@ -156,7 +169,7 @@ def _state_spec(family: Family, config: ModelConfig, options: LayerOptions) -> M
     )
     weight_bytes = _weight_bytes(config)
     recurrent_dtype = config.text("mamba_ssm_cache_dtype", config.text("mamba_ssm_dtype", "auto"))
-    recurrent_bytes = _DTYPE_BYTES.get(recurrent_dtype, weight_bytes)
+    recurrent_bytes = weight_bytes if recurrent_dtype == "auto" else _dtype_bytes("mamba_ssm_dtype", recurrent_dtype)
     recurrent = [] if shapes.recurrent is None else [shapes.recurrent]
     return MambaSpec(
         block_size=options.block_size,
@@ -192,19 +205,13 @@ def _encoder_caches(config: ModelConfig, options: LayerOptions, *, first_number:
 
 def _stack_content(config: ModelConfig, options: LayerOptions, *, heads: tuple[str, ...]) -> KVContent:
     num_heads = config.integer(*heads)
-    head_dim = config.find_integer("d_kv") or config.integer("d_model", "hidden_size", "dim") // num_heads
+    head_dim = config.find_integer("d_kv") or split_hidden(config.integer("d_model", "hidden_size", "dim"), num_heads)
     try:
         split = split_heads(num_heads=num_heads, num_kv_heads=num_heads, tp_rank=0, tp_size=options.tp_size)
     except ValueError as error:
         raise ConfigError("tp", str(error)) from None
     dtype_bytes = _content_options(config, options).dtype_bytes
     return KVContent(num_kv_heads=len(split.kv), head_dim=head_dim, dtype_bytes=dtype_bytes)
-
-
-def _is_encoder(config: ModelConfig) -> bool:
-    """Whether no layer ever attends to a token of an earlier step: BERT and its kin."""
-    architectures = config.texts("architectures") or []
-    return any("MaskedLM" in name for name in architectures) and not config.flag("is_decoder", default=False)
 
 
 def _content_options(config: ModelConfig, options: LayerOptions) -> ContentOptions:
@@ -215,8 +222,36 @@ def _content_options(config: ModelConfig, options: LayerOptions) -> ContentOptio
 
 
 def _weight_bytes(config: ModelConfig) -> int:
-    """Bytes of one value as the model computes; 2 where the config does not say."""
-    return _DTYPE_BYTES.get(config.text("dtype", config.text("torch_dtype", "bfloat16")), 2)
+    """Bytes of one value as the model computes; 2 where the config does not say. Raises ConfigError."""
+    name = "dtype" if config.has("dtype") else "torch_dtype"
+    dtype = config.text(name, "auto")
+    return 2 if dtype == "auto" else _dtype_bytes(name, dtype)
+
+
+def _dtype_bytes(name: str, dtype: str) -> int:
+    num_bytes = _DTYPE_BYTES.get(dtype.removeprefix("torch."))
+    if num_bytes is None:
+        raise ConfigError("config.json", f"{name} is {dtype[:40]!r}; it must be one of {', '.join(_DTYPE_BYTES)}")
+    return num_bytes
+
+
+def _quantized_cache(config: ModelConfig) -> str | None:
+    """The key that asks for an fp8 cache, if one does. Raises ConfigError for a data type that is not planned."""
+    outer = config.section("quantization_config")
+    for section in (outer, outer.section("quantization")):
+        algorithm = section.text("kv_cache_quant_algo", "")
+        scheme = section.section("kv_cache_scheme")
+        if algorithm:
+            key, is_fp8, asked = "kv_cache_quant_algo", algorithm.upper() == "FP8", algorithm
+        elif scheme.names():
+            num_bits, kind = scheme.integer("num_bits", default=8), scheme.text("type", "float")
+            key, is_fp8, asked = "kv_cache_scheme", (num_bits, kind) == (8, "float"), f"{num_bits}-bit {kind}"
+        else:
+            continue
+        if not is_fp8:
+            raise ConfigError("config.json", f"{key} asks for {asked}, which is not planned; give --kv-dtype")
+        return f"quantization_config.{key}"
+    return None
 
 
 def _num_draft_layers(config: ModelConfig) -> int:
