@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from blockferry.cluster import cli_output
-from blockferry.cluster.plan_model import PlanQuestion, plan_model, read_model_config
+from blockferry.cluster.plan_model import PlanQuestion, config_path, plan_model, read_model_config
 from blockferry.cluster.plan_report import (
     PlannedModel,
     comparison_table,
@@ -20,26 +22,44 @@ from blockferry.cluster.plan_report import (
 )
 from blockferry.cluster.yaml_reader import parse_size
 from blockferry.engine.errors import ConfigError
+from blockferry.engine.kv.model_checks import known_families
+from blockferry.engine.kv.model_config import MAX_SIZE
 from blockferry.engine.kv.model_layers import CacheDType, LayerOptions
 from blockferry.engine.kv.plan import KVCachePlan, Planner
 from blockferry.engine.kv.planners import best_of
 
+MAX_MEMORY_BYTES = 1 << 60
+MAX_SPECULATIVE_TOKENS = 1024
+MODEL_HELP = (
+    "A config.json, its folder, or a shipped name. Known families: "
+    + ", ".join(known_families())
+    + ". Others are planned as plain full attention, with a warning, or refused where keys say that they are not."
+)
+MEMORY_HELP = "KV cache memory of one rank. 80GiB is 80 x 2^30 bytes, 80G and 80GB are 80 x 10^9, 80 is bytes."
+
 
 def plan_command(  # noqa: PLR0913, PLR0917 - one parameter per option
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A config.json, its folder, or a shipped name.")],
-    memory: Annotated[str, typer.Option(help="KV cache memory of one rank, such as 80GiB.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
+    memory: Annotated[str, typer.Option(help=MEMORY_HELP)],
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="Pipeline stages; the plan is of the one that holds least.")] = 1,
     block_size: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per block. Default: 16; of a uniform plan, what states need.")
+        int | None,
+        typer.Option(min=1, max=MAX_SIZE, help="Tokens per block. Default: 16; of a uniform plan, what states need."),
     ] = None,
     max_model_len: Annotated[
-        int | None, typer.Option(min=1, help="Longest sequence. Default: the model's, halved until one fits.")
+        int | None,
+        typer.Option(min=1, max=MAX_SIZE, help="Longest sequence. Default: the model's, halved until one fits."),
     ] = None,
-    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in flight at once.")] = 8192,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(min=1, max=MAX_SIZE, help="Most tokens in flight at once.")
+    ] = 8192,
     kv_dtype: Annotated[CacheDType, typer.Option(help="Data type of keys and values.")] = CacheDType.AUTO,
     speculative_tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens drafted per step; takes the model's own draft layers along.")
+        int,
+        typer.Option(
+            min=0, max=MAX_SPECULATIVE_TOKENS, help="Tokens drafted per step; takes the model's own draft layers along."
+        ),
     ] = 0,
     layout: Annotated[str, typer.Option(help="Axes of the pool: BLHNC, BHLNC, LBHNC or LBNHC.")] = "BLHNC",
     planner: Annotated[Planner | None, typer.Option(help="Default: uniform or slab, whichever holds more.")] = None,
@@ -61,27 +81,61 @@ def plan_command(  # noqa: PLR0913, PLR0917 - one parameter per option
         pp_size=pp,
     )
     planners = (Planner.UNIFORM, Planner.SLAB) if planner is None else (planner,)
-    plans = plan_model(read_model_config(model), question, tuple(Planner) if is_comparison else planners)
+    with _naming(model):
+        plans = plan_model(read_model_config(model), question, tuple(Planner) if is_comparison else planners)
+    if is_comparison and all(one.attempt.plan is None for one in plans):
+        _print_refusals(plans, as_json=as_json)
+        raise typer.Exit(1)
     chosen = best_of([one.attempt for one in plans if one.attempt.planner in planners])
     shown = plans if is_comparison else [one for one in plans if one.attempt.plan is chosen]
     if plot is not None:
         from blockferry.cluster.plan_picture import draw_plans
 
-        draw_plans([one for one in shown if one.attempt.plan is not None], plot)
+        written = draw_plans([one for one in shown if one.attempt.plan is not None], plot)
+        cli_output.note(f"picture: {written}")
     if as_json:
         cli_output.print_json(_document(plans, chosen) if is_comparison else document_of(shown[0]))
         return
     _print_plans(shown, chosen, question)
 
 
-def _document(plans: tuple[PlannedModel, ...], chosen: KVCachePlan) -> dict[str, Any]:
-    best = next(one for one in plans if one.attempt.plan is chosen)
-    return {"model": best.model.name, "best": best.name, "plans": [document_of(one) for one in plans]}
+@contextlib.contextmanager
+def _naming(model: str) -> Iterator[None]:
+    """Have what is wrong with a config say whose."""
+    try:
+        yield
+    except ConfigError as error:
+        if error.path != "config.json":
+            raise
+        raise ConfigError(str(config_path(model)), str(error).removeprefix("config.json: ")) from None
 
 
-def _print_plans(
-    shown: list[PlannedModel] | tuple[PlannedModel, ...], chosen: KVCachePlan, question: PlanQuestion
-) -> None:
+def _document(plans: tuple[PlannedModel, ...], chosen: KVCachePlan | None) -> dict[str, Any]:
+    return {
+        "model": plans[0].model.name,
+        "best": next((one.name for one in plans if chosen is not None and one.attempt.plan is chosen), None),
+        "max_model_len": plans[0].request.limits.max_model_len,
+        "length_limited_by": _limiting(plans),
+        "warnings": list(plans[0].model.warnings),
+        "plans": [document_of(one) for one in plans],
+    }
+
+
+def _limiting(plans: list[PlannedModel] | tuple[PlannedModel, ...]) -> list[str]:
+    return [one.name for one in plans if one.limits_length]
+
+
+def _print_refusals(plans: tuple[PlannedModel, ...], *, as_json: bool) -> None:
+    """Every planner's own reason why it has no plan."""
+    if as_json:
+        cli_output.print_json(_document(plans, None))
+        return
+    for planned in plans:
+        cli_output.print_error(f"{planned.name}: not possible: {planned.attempt.error}")
+
+
+def _print_heading(shown: list[PlannedModel] | tuple[PlannedModel, ...], question: PlanQuestion) -> None:
+    """What holds for all plans shown."""
     first = shown[0]
     length = first.request.limits.max_model_len
     cli_output.print_line(
@@ -89,9 +143,20 @@ def _print_plans(
         f"sequences of up to {length:,} tokens"
     )
     if question.max_model_len is None and length != first.model.max_position:
-        cli_output.print_line(f"(the model allows {first.model.max_position:,} tokens, which do not fit)")
+        by = f": {' and '.join(_limiting(shown))} limits the length of all" if len(shown) > 1 else ""
+        cli_output.print_line(f"(the model allows {first.model.max_position:,} tokens, which do not fit{by})")
     if question.pp_size > 1:
         cli_output.print_line(f"(of {question.pp_size} pipeline stages, the one that holds least)")
+    for warning in first.model.warnings:
+        cli_output.print_line(f"warning: {warning}")
+    for told in first.model.notes:
+        cli_output.print_line(f"({told})")
+
+
+def _print_plans(
+    shown: list[PlannedModel] | tuple[PlannedModel, ...], chosen: KVCachePlan, question: PlanQuestion
+) -> None:
+    _print_heading(shown, question)
     if len(shown) > 1:
         cli_output.print_line("")
         cli_output.show(comparison_table(shown, chosen))
@@ -110,7 +175,12 @@ def _print_plans(
 
 
 def _memory_bytes(memory: str) -> int:
-    num_bytes = parse_size("--memory", int(memory) if memory.isdigit() else memory)
+    if not memory.isascii():
+        raise ConfigError("--memory", f"{memory!r} is not a size; write it in digits 0 to 9, such as 80GiB")
+    num_digits = sum(letter.isdigit() for letter in memory)
+    num_bytes = parse_size("--memory", memory) if num_digits <= 30 else MAX_MEMORY_BYTES + 1
+    if num_bytes > MAX_MEMORY_BYTES:
+        raise ConfigError("--memory", f"{memory[:40]} is more than any machine has; write a size such as 80GiB")
     if num_bytes <= 0:
         raise ConfigError("--memory", f"{memory} leaves no memory; write a positive size such as 80GiB")
     return num_bytes

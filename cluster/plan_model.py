@@ -13,12 +13,12 @@ from typing import Any
 
 from blockferry.cluster.checkpoint import find_model
 from blockferry.cluster.fetch import KNOWN_MODELS
-from blockferry.cluster.plan_report import PlannedModel
+from blockferry.cluster.plan_report import PlannedModel, StageSpan
 from blockferry.cluster.shipped import shipped_models
 from blockferry.engine.errors import ConfigError, PoolTooSmall
 from blockferry.engine.kv.model_layers import LayerOptions, ModelLayers, layers_of, uniform_block_size
 from blockferry.engine.kv.plan import Planner, PlanRequest
-from blockferry.engine.kv.planners import attempt
+from blockferry.engine.kv.planners import Attempt, attempt
 from blockferry.engine.kv.reach import SequenceLimits
 from blockferry.engine.models.config import read_json
 from blockferry.engine.models.sharding import split_layers
@@ -41,15 +41,24 @@ class PlanQuestion:
 
 def read_model_config(name: str) -> Mapping[str, Any]:
     """The config.json of a file, a folder, a shipped name or a cached model. Raises ConfigError, ModelLoadError."""
+    path = config_path(name)
+    try:
+        return read_json(path)
+    except RecursionError:
+        raise ConfigError(str(path), "is nested too deeply to be a model's config") from None
+
+
+def config_path(name: str) -> Path:
+    """The config.json that a name stands for. Raises as read_model_config."""
     path = Path(name).expanduser()
     if path.is_file():
-        return read_json(path)
+        return path
     shipped = shipped_models()
     if path.is_dir() or name in KNOWN_MODELS or (name.count("/") == 1 and name not in shipped):
-        return read_json(find_model("model", name, base=Path()) / "config.json")
+        return find_model("model", name, base=Path()) / "config.json"
     shipped_name = name.removesuffix(".json")
     if shipped_name in shipped:
-        return read_json(shipped[shipped_name])
+        return shipped[shipped_name]
     known = [*shipped, *KNOWN_MODELS]
     hint = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.4)
     guess = f"; did you mean {hint[0]!r}?" if hint else ""
@@ -63,8 +72,12 @@ def plan_model(
     length = question.max_model_len or _longest_position(config, question)
     plans = _plan_length(config, question, planners, length)
     while question.max_model_len is None and length > 1 and any(map(_is_too_small, plans)):
+        limiting = {one.attempt.planner for one in plans if _is_too_small(one)}
         length //= 2
-        plans = _plan_length(config, question, planners, length)
+        plans = tuple(
+            dataclasses.replace(one, limits_length=one.attempt.planner in limiting)
+            for one in _plan_length(config, question, planners, length)
+        )
     return plans
 
 
@@ -88,7 +101,20 @@ def _plan_with(planner: Planner, config: Mapping[str, Any], question: PlanQuesti
         draft_layer_ids=model.draft_layer_ids,
     )
     stages = _stages(model, question.pp_size)
-    return PlannedModel(model=model, request=request, attempt=attempt(planner, request, stages))
+    made = attempt(planner, request, stages)
+    return PlannedModel(model=model, request=request, attempt=made, stage=_stage_of(made, model, stages))
+
+
+def _stage_of(made: Attempt, model: ModelLayers, stages: Sequence[frozenset[int]]) -> StageSpan | None:
+    """The stage whose layers a plan's groups have."""
+    if made.plan is None:
+        return None
+    planned = {layer_id for group in made.plan.groups for layer_id in group.layer_ids}
+    for pp_rank, layer_ids in enumerate(stages):
+        if planned and planned <= layer_ids:
+            numbers = [model.layer_numbers[layer_id] for layer_id in layer_ids]
+            return StageSpan(pp_rank=pp_rank, first_layer=min(numbers), last_layer=max(numbers))
+    return None
 
 
 def _layer_options(planner: Planner, config: Mapping[str, Any], question: PlanQuestion) -> LayerOptions:

@@ -21,8 +21,14 @@ MAX_LINES = 200  # page and layer borders that one bar can show
 GIB = 1 << 30
 
 
-def draw_plans(plans: Sequence[PlannedModel], path: Path) -> None:
-    """Write the picture: a row per plan, left one block or slab, right one sequence. Raises ConfigError, OSError."""
+def draw_plans(plans: Sequence[PlannedModel], path: Path) -> Path:
+    """Write the picture: a row per plan, left one block or slab, right one sequence. Its path; PNG without a suffix.
+
+    Raises ConfigError.
+    """
+    if path.is_dir():
+        raise ConfigError("--plot", f"{path} is a folder; name a file in it, such as {path / 'plan.png'}")
+    path = path if path.suffix else path.with_name(f"{path.name}.png")
     try:
         from matplotlib.figure import Figure  # a heavy import, only for --plot
     except ImportError as error:
@@ -50,6 +56,9 @@ def draw_plans(plans: Sequence[PlannedModel], path: Path) -> None:
         figure.savefig(path, dpi=120)
     except ValueError as error:
         raise ConfigError("--plot", f"{path}: {error}") from None
+    except OSError as error:
+        raise ConfigError("--plot", f"cannot write {path}: {error.strerror}") from None
+    return path
 
 
 def _draw_block(axes: Axes, planned: PlannedModel, colours: Mapping[str, str]) -> None:

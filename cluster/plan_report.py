@@ -47,12 +47,23 @@ class GroupShare:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StageSpan:
+    """Layers of one pipeline stage."""
+
+    pp_rank: int
+    first_layer: int
+    last_layer: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedModel:
     """A model, what was asked, and what one planner made of it."""
 
     model: ModelLayers
     request: PlanRequest
     attempt: Attempt
+    stage: StageSpan | None = None  # that the plan is of; None without a pipeline
+    limits_length: bool = False  # twice as long a sequence was too long for this planner
 
     @property
     def plan(self) -> KVCachePlan:
@@ -88,13 +99,21 @@ class PlannedModel:
 def document_of(planned: PlannedModel) -> dict[str, Any]:
     """One plan as `--json` gives it; of a refused one the planner and the reason."""
     if planned.attempt.plan is None:
-        return {"planner": planned.name, "error": str(planned.attempt.error)}
+        return {
+            "planner": planned.name,
+            "error": str(planned.attempt.error),
+            "warnings": list(planned.model.warnings),
+            "notes": list(planned.model.notes),
+        }
     plan = planned.plan
     return {
         "planner": planned.name,
         "model": planned.model.name,
         "memory_bytes": planned.request.memory_bytes,
         "max_model_len": planned.request.limits.max_model_len,
+        "warnings": list(planned.model.warnings),
+        "notes": list(planned.model.notes),
+        "stage": dataclasses.asdict(planned.stage) if planned.stage else None,
         "groups": [
             {
                 "type": share.kind,
@@ -163,9 +182,10 @@ def comparison_table(plans: Sequence[PlannedModel], best: KVCachePlan | None) ->
         table.add_column(heading)
     for heading in ("groups", "block", "blocks", "useful", "tokens that fit", "sequences", "whole", "one sequence"):
         table.add_column(heading, justify="right")
+    table.add_column("")
     for planned in plans:
         if planned.attempt.plan is None:
-            table.add_row("", planned.name, *["-"] * 8)
+            table.add_row("", planned.name, *["-"] * 8, "not possible")
             continue
         plan = planned.plan
         sequence_bytes = sum(share.sequence_bytes for share in planned.shares())
@@ -180,6 +200,7 @@ def comparison_table(plans: Sequence[PlannedModel], best: KVCachePlan | None) ->
             f"{plan.max_concurrency:,.2f}",
             f"{plan.num_whole_sequences:,}",
             size_words(sequence_bytes),
+            "limits the length" if planned.limits_length else "",
         )
     return table
 
@@ -187,6 +208,9 @@ def comparison_table(plans: Sequence[PlannedModel], best: KVCachePlan | None) ->
 def summary_lines(planned: PlannedModel) -> Iterator[str]:
     """What the pool is cut into, and what it holds."""
     plan = planned.plan
+    if planned.stage:
+        span = planned.stage
+        yield f"pipeline stage {span.pp_rank}, which holds least: layers {_range(span.first_layer, span.last_layer, 1)}"
     if not plan.groups:
         yield "nothing to cache: no layer of this model keeps anything between steps"
         return

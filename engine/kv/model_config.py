@@ -11,7 +11,7 @@ from typing import Any
 from blockferry.engine.errors import ConfigError
 
 MAX_SIZE = 1 << 40  # tokens, channels
-MAX_COUNT = 100_000  # layers, heads
+MAX_COUNT = 10_000  # layers, heads
 _TEXT_SECTIONS = ("text_config", "language_config", "llm_config", "thinker_config")
 
 

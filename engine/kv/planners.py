@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import math
+import sys
 from collections.abc import Callable, Sequence
 
 from blockferry.engine.errors import ConfigError, PoolTooSmall
 from blockferry.engine.kv.plan import KVCachePlan, Planner, PlanRequest
-from blockferry.engine.kv.planning import RankShare, plan_ranks, plan_unified, plan_uniform
+from blockferry.engine.kv.planning import (
+    RankShare,
+    plan_ranks,
+    plan_unified,
+    plan_uniform,
+    pool_words,
+    pool_words_up,
+)
 from blockferry.engine.kv.reach import KVContent, NoReach, SequenceLimits
 from blockferry.engine.kv.slab_geometry import slabs_taken
 from blockferry.engine.kv.slab_planner import page_demand, plan_slab
 from blockferry.engine.kv.spec import AttentionSpec
 
 NEAR_TIE = 0.99  # capacities that differ by less are alike: the plan of fewer groups is then the faster one
-GIB = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,20 +96,45 @@ def attempt(planner: Planner, request: PlanRequest, stages: Sequence[frozenset[i
 
 
 def _plan_slab(request: PlanRequest) -> KVCachePlan:
-    plan = plan_slab(request)
+    try:
+        plan = plan_slab(request)
+    except PoolTooSmall as error:
+        raise _without_slabs(request, error) from None
     if plan.slab is None or _can_run(plan, request.limits):
         return plan
     needed_bytes = _sequence_bytes(plan, request.limits)
-    lengths = range(1, request.limits.max_model_len + 1)
+    lengths = range(1, min(request.limits.max_model_len, sys.maxsize - 1) + 1)
     length = bisect.bisect_left(
         lengths, True, key=lambda one: not _can_run(plan, dataclasses.replace(request.limits, max_model_len=one))
     )
     remedy = f", or set max_model_len to {length} or less" if length else ""
     raise PoolTooSmall(
         "",
-        f"a pool of {request.memory_bytes / GIB:.2f} GiB has {plan.slab.num_slabs} slabs of {plan.slab.slab_bytes} "
+        f"a pool of {pool_words(request.memory_bytes)} has {plan.slab.num_slabs} slabs of {plan.slab.slab_bytes} "
         f"bytes, too few for one sequence of max_model_len={request.limits.max_model_len} tokens; give the pool "
-        f"{math.ceil(needed_bytes / GIB * 100) / 100:.2f} GiB or more{remedy}",
+        f"{pool_words_up(needed_bytes)} or more{remedy}",
+        needed_bytes=needed_bytes,
+    )
+
+
+def _without_slabs(request: PlanRequest, error: PoolTooSmall) -> PoolTooSmall:
+    """The refusal of a pool too small for any slabs, with what one sequence takes once there are some."""
+    memory_bytes = max(error.needed_bytes, request.memory_bytes, 1)
+    while True:  # ends: choose_geometry takes any pool of a few pages of each group
+        memory_bytes *= 2
+        try:
+            plan = plan_slab(dataclasses.replace(request, memory_bytes=memory_bytes))
+        except PoolTooSmall:
+            continue
+        if plan.slab is None:  # one group: the uniform plan, whose refusal has said it all
+            return error
+        if _can_run(plan, request.limits):
+            break
+    needed_bytes = max(_sequence_bytes(plan, request.limits), error.needed_bytes)
+    return PoolTooSmall(
+        "",
+        f"a pool of {pool_words(request.memory_bytes)} cannot give each group of layers a slab; one sequence of "
+        f"max_model_len={request.limits.max_model_len} tokens takes {pool_words_up(needed_bytes)} or more",
         needed_bytes=needed_bytes,
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
+import sys
 from collections.abc import Sequence
 
 from blockferry.engine.errors import PoolTooSmall
@@ -19,6 +20,7 @@ from blockferry.engine.kv.reach import SequenceLimits
 from blockferry.engine.kv.spec import KVCacheGroup
 
 GIB = 1 << 30
+MIB = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,12 +88,23 @@ def blocks_per_sequence(groups: Sequence[KVCacheGroup], limits: SequenceLimits) 
 
 def longest_sequence(groups: Sequence[KVCacheGroup], limits: SequenceLimits, num_usable_blocks: int) -> int:
     """Greatest max_model_len, up to that of limits, of which one sequence fits; 0 where not even one token does."""
-    lengths = range(1, limits.max_model_len + 1)
+    lengths = range(1, min(limits.max_model_len, sys.maxsize - 1) + 1)
     return bisect.bisect_right(
         lengths,
         num_usable_blocks,
         key=lambda length: blocks_per_sequence(groups, dataclasses.replace(limits, max_model_len=length)),
     )
+
+
+def pool_words(num_bytes: int) -> str:
+    """Size of a pool as messages give it: MiB below 1 GiB."""
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.2f} MiB"
+
+
+def pool_words_up(num_bytes: int) -> str:
+    """The same, rounded up: a pool of that size is no smaller."""
+    unit = GIB if num_bytes >= GIB else MIB
+    return f"{math.ceil(num_bytes / unit * 100) / 100:.2f} {'GiB' if unit == GIB else 'MiB'}"
 
 
 def _count_blocks(groups: Sequence[KVCacheGroup], limits: SequenceLimits, memory_bytes: int, *, path: str) -> int:
@@ -107,9 +120,9 @@ def _count_blocks(groups: Sequence[KVCacheGroup], limits: SequenceLimits, memory
     remedy = f", or set max_model_len to {length} or less" if length else ""
     raise PoolTooSmall(
         path,
-        f"a pool of {memory_bytes / GIB:.2f} GiB has {num_blocks} blocks of {block_bytes} bytes, but one sequence of"
+        f"a pool of {pool_words(memory_bytes)} has {num_blocks} blocks of {block_bytes} bytes, but one sequence of"
         f" max_model_len={limits.max_model_len} tokens takes {needed}, the null block included; give the pool"
-        f" {math.ceil(needed * block_bytes / GIB * 100) / 100:.2f} GiB or more{remedy}",
+        f" {pool_words_up(needed * block_bytes)} or more{remedy}",
         needed_bytes=needed * block_bytes,
     )
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import logging
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -52,6 +54,9 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     yield run_main
     for number, handler in before.items():
         signal.signal(number, handler)
+    logging.getLogger("blockferry.engine.kv").setLevel(
+        logging.NOTSET
+    )  # the command has one run to quieten, not a suite
 
 
 @pytest.fixture
@@ -173,7 +178,20 @@ def test_picture_is_written(run: Run, config_file: Path, tmp_path: Path) -> None
         (["gemma-3-27b", "--memory", "80GiB", "--pp", "63"], "exceeds the model's 62 layers"),
         (["gemma-3-27b", "--memory", "80GiB", "--layout", "NHD"], "'NHD' is unknown"),
         (["gemma-3-27b", "--memory", "80GiB", "--layout", "LBHNC", "--planner", "slab"], "use layout BLHNC"),
-        (["gemma-3-27b", "--memory", "80GiB", "--plot", "/nowhere/x.png"], "/nowhere/x.png"),
+        (["gemma-3-27b", "--memory", "\u0668\u0660GiB"], "write it in digits 0 to 9"),
+        (["gemma-3-27b", "--memory", "\u00b2"], "write it in digits 0 to 9"),
+        (["gemma-3-27b", "--memory", "9" * 5000 + "GiB"], "more than any machine has"),
+        (["gemma-3-27b", "--memory", "9999999TiB"], "more than any machine has"),
+        (
+            ["gemma-3-27b", "--memory", "80GiB", "--max-model-len", str(10**26)],
+            "'--max-model-len': Input should be less",
+        ),
+        (
+            ["gemma-3-27b", "--memory", "80GiB", "--speculative-tokens", "9" * 20],
+            "'--speculative-tokens': Input should be less",
+        ),
+        (["gemma-3-27b", "--memory", "80GiB", "--plot", "/nowhere/x.png"], "--plot: cannot write /nowhere/x.png: No"),
+        (["gemma-3-27b", "--memory", "80GiB", "--plot", "/tmp"], "--plot: /tmp is a folder"),
         (["gemma-3-27b", "--memory", "80GiB", "--plot", "x.abc"], "--plot: x.abc"),
         (["gemma-3-27b"], "Missing option '--memory'"),
     ],
@@ -185,7 +203,7 @@ def test_mistake_is_one_line(run: Run, arguments: list[str], message: str) -> No
     assert (refused.out, refused.err.count("\n")) == ("", 1)
 
 
-@pytest.mark.parametrize("text", ["", "[1]", "{"])
+@pytest.mark.parametrize("text", ["", "[1]", "{", '{"a":' * 100_000])
 def test_file_that_is_no_config_is_one_line(run: Run, config_file: Path, text: str) -> None:
     config_file.write_text(text)
     refused = run(str(config_file), "--memory", "1GiB")
@@ -197,3 +215,76 @@ def test_config_without_a_longest_sequence_asks_for_one(run: Run, config_file: P
     config_file.write_text(json.dumps({key: value for key, value in TINY.items() if "position" not in key}))
     assert "give --max-model-len" in run(str(config_file), "--memory", "1GiB").err
     assert run(str(config_file), "--memory", "1GiB", "--max-model-len", "64").code == 0
+
+
+def test_mistake_in_a_config_names_its_file(run: Run, config_file: Path) -> None:
+    config_file.rename(config_file.with_name("mine.json"))
+    mine = config_file.with_name("mine.json")
+    mine.write_text(json.dumps({**TINY, "num_attention_heads": "two"}))
+    assert run(str(mine), "--memory", "1GiB").err.startswith(f"error: {mine}: num_attention_heads is 'two'; it must")
+
+
+def test_family_that_is_not_known_is_warned_of(run: Run, config_file: Path) -> None:
+    config_file.write_text(json.dumps({**TINY, "model_type": "brand_new"}))
+    warning = "model_type brand_new is not known: planned as plain full attention"
+    assert f"warning: {warning}" in run(str(config_file), "--memory", "1MiB").out
+    document = json.loads(run(str(config_file), "--memory", "1MiB", "--json").out)
+    assert document["warnings"][0].startswith(warning)
+
+
+def test_cache_that_a_config_quantizes_is_told(run: Run, config_file: Path) -> None:
+    config_file.write_text(json.dumps({**TINY, "quantization_config": {"kv_cache_quant_algo": "FP8"}}))
+    note = "keys and values are fp8, as quantization_config.kv_cache_quant_algo says"
+    assert f"({note})" in run(str(config_file), "--memory", "1MiB").out
+    assert json.loads(run(str(config_file), "--memory", "1MiB", "--json").out)["notes"] == [note]
+
+
+def test_comparison_says_who_limits_the_length(run: Run, config_file: Path) -> None:
+    config_file.write_text(json.dumps({**WINDOWED, "max_position_embeddings": 512}))
+    arguments = (str(config_file), "--memory", "700KiB", "--compare", "--max-num-batched-tokens", "32")
+    document = json.loads(run(*arguments, "--json").out)
+    assert document["length_limited_by"] == ["unified"]
+    shown = run(*arguments).out
+    assert "which do not fit: unified limits the length of all)" in shown
+    assert [line.split()[0] for line in shown.splitlines() if line.rstrip().endswith("limits the length")] == [
+        "unified"
+    ]
+
+
+def test_comparison_of_planners_that_all_refuse_has_every_reason(run: Run, config_file: Path) -> None:
+    arguments = (str(config_file), "--memory", "1KiB", "--compare")
+    refused = run(*arguments)
+    assert (refused.code, refused.out) == (1, "")
+    assert [line.split(":")[1].strip() for line in refused.err.splitlines()] == ["uniform", "slab", "unified"]
+    document = json.loads(run(*arguments, "--json").out)
+    assert document["best"] is None
+    assert all("give the pool" in one["error"] or "or more" in one["error"] for one in document["plans"])
+
+
+@pytest.mark.parametrize("memory", ["1KiB", "40KiB", "100KiB"])
+def test_pool_that_a_slab_plan_asks_for_is_enough(run: Run, config_file: Path, memory: str) -> None:
+    arguments = (str(config_file), "--planner", "slab", "--max-model-len", "256", "--memory")
+    refused = run(*arguments, memory)
+    needed = re.search(r"(\S+) MiB or more", refused.err)
+    assert needed, refused.err
+    assert run(*arguments, f"{needed[1]}MiB").code == 0
+
+
+def test_stage_that_was_planned_is_named(run: Run, config_file: Path) -> None:
+    config_file.write_text(json.dumps(TINY))
+    arguments = (str(config_file), "--memory", "1MiB", "--pp", "2")
+    assert "pipeline stage 0, which holds least: layers 0-1" in run(*arguments).out
+    stage = json.loads(run(*arguments, "--json").out)["stage"]
+    assert stage == {"pp_rank": 0, "first_layer": 0, "last_layer": 1}
+
+
+def test_picture_without_a_suffix_is_a_png_and_its_name_is_told(run: Run, config_file: Path, tmp_path: Path) -> None:
+    told = run(str(config_file), "--memory", "1MiB", "--plot", str(tmp_path / "plan")).err
+    assert told == f"picture: {tmp_path / 'plan.png'}\n"
+    assert (tmp_path / "plan.png").exists()
+
+
+def test_help_says_what_units_are_and_which_families_are_known(run: Run) -> None:
+    words = " ".join(run("--help").out.replace("│", " ").split())
+    assert "80GiB is 80 x 2^30 bytes, 80G and 80GB are 80 x 10^9" in words
+    assert "gpt_oss" in words

@@ -147,7 +147,7 @@ def test_quantized_cache_of_a_vision_model_is_found_beside_its_text_config() -> 
         ({"torch_dtype": "int3"}, "torch_dtype is 'int3'; it must be one of float32"),
         ({"dtype": ["bfloat16"]}, "dtype is "),
         ({"quantization_config": {"kv_cache_scheme": {"num_bits": 4, "type": "int"}}}, "give --kv-dtype"),
-        ({"num_hidden_layers": 1_000_000}, "no model has more than 100,000"),
+        ({"num_hidden_layers": 1_000_000}, "no model has more than 10,000"),
         ({"max_position_embeddings": 10**30}, "no model has more than 1,099,511,627,776"),
         ({"hidden_size": 10**400}, r"hidden_size is 1000.*\(401 characters\); no model"),
         ({"hidden_size": 250}, "250 channels cannot be split into 8 heads"),

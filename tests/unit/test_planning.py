@@ -269,7 +269,7 @@ def test_pool_too_small_says_how_much_it_takes_and_what_would_fit() -> None:
 
 @pytest.mark.parametrize("memory_bytes", [0, -5, 4096])
 def test_pool_without_a_usable_block_promises_no_length(memory_bytes: int) -> None:
-    with pytest.raises(PoolTooSmall, match=r"give the pool 0.01 GiB or more$"):
+    with pytest.raises(PoolTooSmall, match=r"give the pool 0.07 MiB or more$"):
         plan_uniform(request(FULL, memory_bytes=memory_bytes))
 
 
@@ -356,7 +356,7 @@ def test_a_rank_that_is_too_small_is_named() -> None:
         RankShare(layer_ids=frozenset({0}), memory_bytes=1 << 20),
         RankShare(layer_ids=frozenset({1}), memory_bytes=1),
     ]
-    with pytest.raises(PoolTooSmall, match=r"^ranks\[1\]: a pool of 0.00 GiB has 0 blocks"):
+    with pytest.raises(PoolTooSmall, match=r"^ranks\[1\]: a pool of 0.00 MiB has 0 blocks"):
         plan_ranks(request(FULL, FULL), ranks)
 
 
