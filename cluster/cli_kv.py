@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,31 +12,48 @@ from rich.table import Table
 
 from blockferry.cluster import cli_output
 from blockferry.cluster.launch_progress import Progress, Report
-from blockferry.engine.errors import ConfigError
+from blockferry.engine.kv.replay_checks import check_traces
 from blockferry.engine.kv.replay_planning import replay_planning
+from blockferry.engine.kv.replay_planning_checks import check_cases
 from blockferry.engine.kv.replay_report import CaseOutcome, ReplayReport, summarize
 from blockferry.engine.kv.replay_traces import ReplayLevel, replay_trace
 
 app = typer.Typer(help="Look into the KV ledger.", no_args_is_help=True)
 
+_CHECKS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {"traces": check_traces, "cases": check_cases}
 
-@app.command("replay")
+
+_HELP_END = (
+    "--json prints one document: file, level, note (null, or what the level means for this file), cases, matched, "
+    'families (name: cases, matched) and first_mismatch (null, or "NAME, ...: FIELD is X, recorded Y").\n\n'
+    "Exits with 0 if all agree, with 1 if any case differs, and with 2 if the file is not a recording."
+)
+
+
+@app.command("replay", epilog=_HELP_END)
 def replay(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Recorded traces or planning cases, as JSON.")],
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="Recorded traces or planning cases, as JSON."),
+    ],
     level: Annotated[
-        ReplayLevel, typer.Option(help="contract: decisions and counts; strict: block ids, keys and events too.")
+        ReplayLevel,
+        typer.Option(
+            help="contract: decisions and counts; strict: block ids, keys and events too. "
+            "Planning cases know contract only."
+        ),
     ] = ReplayLevel.CONTRACT,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")
     ] = False,
 ) -> None:
     """Replay recorded cases against the ledger or the uniform planner; exits with 1 if any differs."""
-    document = _read(file)
-    with cli_output.progress_bar() as progress:
-        try:
+    try:
+        document = _read(file)
+        with cli_output.progress_bar() as progress:
             report = _replay(document, file, level, progress)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(str(file), f"holds a case that cannot be replayed: {error!r}") from None
+    except ValueError as error:
+        raise typer.BadParameter(f"{file}: {error}", param_hint="'FILE'") from None
     if as_json:
         cli_output.print_json(report.as_json())
     else:
@@ -45,15 +63,17 @@ def replay(
 
 
 def _read(file: Path) -> dict[str, Any]:
+    """The file's document, checked. Raises ValueError for what is not a recording."""
     try:
         document = json.loads(file.read_bytes())
     except ValueError as error:
-        raise ConfigError(str(file), f"is not JSON: {error}") from None
-    kinds = [
-        kind for kind in ("traces", "cases") if isinstance(document, dict) and isinstance(document.get(kind), list)
-    ]
-    if not kinds:
-        raise ConfigError(str(file), 'has neither a list "traces" nor a list "cases"; give a recording of either')
+        raise ValueError(f"it is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply; no recording is nested more than 10 deep") from None
+    kinds = [kind for kind in _CHECKS if isinstance(document, dict) and kind in document]
+    if len(kinds) != 1:
+        raise ValueError('it must have either a list "traces" or a list "cases"; give a recording of one or the other')
+    _CHECKS[kinds[0]](document)
     return dict(document)
 
 
@@ -80,5 +100,7 @@ def _print(report: ReplayReport) -> None:
     table.add_section()
     table.add_row("all", str(report.cases), str(report.matched))
     cli_output.show(table)
+    if report.note is not None:
+        cli_output.print_line(f"\nlevel {report.level}: {report.note}")
     if report.first_mismatch is not None:
         cli_output.print_line(f"\nfirst mismatch at level {report.level}: {report.first_mismatch}")

@@ -23,10 +23,13 @@ from blockferry.engine.kv.reach import (
     WindowReach,
 )
 from blockferry.engine.kv.replay_report import CaseOutcome, ReplayReport, summarize
+from blockferry.engine.kv.replay_rules import located
 from blockferry.engine.kv.spec import AttentionSpec, KVCacheGroup, LayerSpec, MambaMode, MambaSpec
 
 Case = Mapping[str, Any]
 """One case of the recording, as JSON gives it."""
+
+ONE_LEVEL = "planning cases know one level only, contract; --level changes nothing for them"
 
 _ERRORS = {"error", "size_error"}
 _TYPE_NAMES = {
@@ -42,10 +45,11 @@ _DTYPE_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "f8": 1, "fp8": 1}
 def replay_planning(document: Mapping[str, Any], *, file: str = "") -> ReplayReport:
     """Plan every case of a recording; `file` is only its name in the report.
 
-    Raises ValueError for a layer type or dtype that is not one of FORMAT's.
+    The document must be one that replay_planning_checks.check_cases passes. Raises ValueError, with the case's id, for
+    what the planner itself refuses.
     """
     outcomes = (CaseOutcome(family=family_of(case), mismatch=replay_case(case)) for case in document["cases"])
-    return summarize(outcomes, file=file, level="contract")
+    return summarize(outcomes, file=file, level="contract", note=ONE_LEVEL)
 
 
 def family_of(case: Case) -> str:
@@ -56,13 +60,14 @@ def family_of(case: Case) -> str:
 def replay_case(case: Case) -> str | None:
     """The first field in which our plan differs from the recorded one, in full; None where none does."""
     wanted: dict[str, Any] = dict(case["out"])
-    got = _plan_again(case)
+    with located(f"case {case['id']}"):
+        got = _plan_again(case)
     for error in _ERRORS:
         if (error in wanted) != (error in got):
-            return f"{case['id']}: {error}: wanted {wanted.get(error)}, got {got.get(error)}"
+            return f"{case['id']}: {error} is {got.get(error)}, recorded {wanted.get(error)}"
     for field, value in wanted.items():
         if field not in _ERRORS and got[field] != value:
-            return f"{case['id']}: {field}: wanted {value}, got {got[field]}"
+            return f"{case['id']}: {field} is {got[field]}, recorded {value}"
     return None
 
 

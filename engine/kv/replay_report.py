@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CaseOutcome:
-    """One case. mismatch says in full what was wanted and what was got; None where all agrees."""
+    """One case. mismatch says in full what is here and what was recorded; None where all agrees."""
 
     family: str
     mismatch: str | None
@@ -33,6 +33,7 @@ class ReplayReport:
     level: str  # "contract" or "strict"
     families: Mapping[str, FamilyCount]
     first_mismatch: str | None
+    note: str | None = None  # on what the level means for this file
 
     @property
     def cases(self) -> int:
@@ -49,6 +50,7 @@ class ReplayReport:
         return {
             "file": self.file,
             "level": self.level,
+            "note": self.note,
             "cases": self.cases,
             "matched": self.matched,
             "families": {name: dataclasses.asdict(count) for name, count in self.families.items()},
@@ -56,7 +58,7 @@ class ReplayReport:
         }
 
 
-def summarize(outcomes: Iterable[CaseOutcome], *, file: str, level: str) -> ReplayReport:
+def summarize(outcomes: Iterable[CaseOutcome], *, file: str, level: str, note: str | None = None) -> ReplayReport:
     """Count outcomes per family, and keep the first mismatch."""
     results: dict[str, list[bool]] = {}
     first_mismatch = None
@@ -68,4 +70,5 @@ def summarize(outcomes: Iterable[CaseOutcome], *, file: str, level: str) -> Repl
         level=level,
         families={name: FamilyCount(cases=len(hits), matched=sum(hits)) for name, hits in results.items()},
         first_mismatch=first_mismatch,
+        note=note,
     )

@@ -30,6 +30,8 @@ from blockferry.engine.kv.reach import (
     RetainedPromptReach,
     WindowReach,
 )
+from blockferry.engine.kv.replay_checks import MAX_ENCODER_TOKENS, MAX_ROWS
+from blockferry.engine.kv.replay_rules import located
 from blockferry.engine.kv.spec import (
     AttentionSpec,
     KVCacheConfig,
@@ -40,9 +42,6 @@ from blockferry.engine.kv.spec import (
 )
 from blockferry.engine.request import Int32Array
 from blockferry.engine.rows import RowTable
-
-MAX_ROWS = 32
-MAX_ENCODER_TOKENS = 4096
 
 Answer = dict[str, Any]
 
@@ -55,8 +54,13 @@ class ReplayLevel(enum.StrEnum):
 
 
 def replay_trace(trace: Mapping[str, Any], level: ReplayLevel) -> str | None:
-    """The first difference as text, or None. Checks the ledger's integrity after every operation."""
-    return _TraceReplay(trace).run(level)
+    """The first difference as text, or None. Checks the ledger's integrity after every operation.
+
+    The trace must be one that replay_checks.check_trace passes. Raises ValueError, with the trace's id and the number
+    of the operation, for what the ledger itself refuses.
+    """
+    with located(f"trace {trace['id']}"):
+        return _TraceReplay(trace).run(level)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -91,6 +95,7 @@ class _TraceReplay:
         self.sequences: dict[str, _Sequence] = {}
         self.free_rows = list(range(MAX_ROWS - 1, -1, -1))
         self.hit: PrefixHit | None = None
+        self.recorded_hit = 0
         self.popped: dict[tuple[int, ...], tuple[Int32Array, ...]] = {}
         self.event_numbers: dict[bytes, int] = {}
         self.operations: dict[str, Callable[[Mapping[str, Any]], Answer]] = {
@@ -113,7 +118,8 @@ class _TraceReplay:
 
     def run(self, level: ReplayLevel) -> str | None:
         for number, op in enumerate(self.trace["ops"]):
-            got = self.operations[op["op"]](op)
+            with located(f"operation {number} ({op['op']})"):
+                got = self.operations[op["op"]](op)
             wanted = op.get("out")
             if wanted is not None:
                 got["free"] = self.kv.num_free_blocks
@@ -152,6 +158,7 @@ class _TraceReplay:
         if self.trace["config"]["enable_caching"]:
             sequence.hashes.extend(sequence.tokens)
         self.hit = self.kv.lookup(sequence.hashes, len(sequence.tokens))
+        self.recorded_hit = op["out"]["hit"]
         return {
             "hit": self.hit.num_tokens,
             "boundary": self.hit.junction,
@@ -246,6 +253,8 @@ class _TraceReplay:
 
     def adopted(self, sequence: _Sequence, num_tokens: int) -> PrefixHit | None:
         """What the recorded scheduler adopted: less than was found here where the recorded ledger found less."""
+        if num_tokens != self.recorded_hit:
+            raise ValueError(f"adopt is {num_tokens}; the lookup before found {self.recorded_hit} tokens")
         if self.hit is not None and self.hit.num_tokens > num_tokens:
             return self.kv.lookup(sequence.hashes, num_tokens + 1)
         return self.hit
