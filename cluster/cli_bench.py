@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,11 +25,63 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Measure the ledger, transfers and a server.", no_args_is_help=True)
 
+PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
+
+_KV_HELP_END = (
+    "--json writes one document: command, version, machine and results, each with name, params, value (the median of "
+    "runs), unit and runs.\n\n"
+    "Names and their params: decode_step: rows, groups, mix, block_size. scheduler_step: rows, groups, block_size. "
+    "prefill: tokens, shared (cached share of the prompt), groups, mix, block_size. churn: blocks, requests, groups, "
+    "mix, block_size. pool_start: blocks, groups. pool_bytes: blocks, groups, block_size."
+)
+
+
+def check_json_target(target: str | None) -> str | None:
+    """Refuse a --json FILE that cannot be written, before anything is measured."""
+    if target not in {None, "-"}:
+        _check_writable(Path(str(target)))
+    return target
+
+
+def check_plot_file(file: Path | None) -> Path | None:
+    """Refuse a --plot FILE that cannot be drawn, before anything is measured."""
+    if file is None:
+        return None
+    _check_writable(file)
+    if file.suffix.lower() not in PICTURE_SUFFIXES:
+        raise typer.BadParameter(f"{file} does not end in one of {', '.join(PICTURE_SUFFIXES)}; name a picture")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter("drawing needs matplotlib; install blockferry[plot]")
+    return file
+
+
+def _check_writable(file: Path) -> None:
+    """Try it where the file does not exist, and leave nothing behind."""
+    if file.is_dir():
+        raise typer.BadParameter(f"{file} is a directory; name a file in it")
+    if file.exists():
+        if not os.access(file, os.W_OK):
+            raise typer.BadParameter(f"{file} cannot be written; name another file")
+        return
+    try:
+        file.touch()
+    except OSError as error:
+        raise typer.BadParameter(f"{file} cannot be written: {error.strerror}; name another file") from None
+    file.unlink()
+
+
 JsonTarget = Annotated[
     str | None,
-    typer.Option("--json", metavar="[FILE]", help="Write results as JSON to FILE; without FILE, to stdout."),
+    typer.Option(
+        "--json",
+        metavar="[FILE]",
+        callback=check_json_target,
+        help="Write results as JSON to FILE; without FILE, to stdout.",
+    ),
 ]
-PlotFile = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the results.")]
+PlotFile = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE.png", callback=check_plot_file, help="Draw the results.")
+]
 
 
 def fill_json_target(arguments: list[str]) -> list[str]:
@@ -95,13 +149,13 @@ def bench_serve(  # noqa: PLR0913, PLR0917 - one parameter per option
         emit(report, json_target=json_target, plot=picture)
 
 
-@app.command("kv")
+@app.command("kv", epilog=_KV_HELP_END)
 def bench_kv(
     num_runs: Annotated[int, typer.Option(min=1, help="Repetitions; the median counts.")] = 5,
     json_target: JsonTarget = None,
     plot: PlotFile = None,
 ) -> None:
-    """Time the KV ledger and the scheduler alone: decode steps, prefill, churn, start and size. About 30 s."""
+    """Time the KV ledger and the scheduler alone: decode steps, prefill, churn, start and size. About a minute."""
     from blockferry.cluster.bench.kv import KvBenchConfig, run_kv_bench
     from blockferry.cluster.bench.report import Plot, emit
 
