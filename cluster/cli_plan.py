@@ -33,7 +33,8 @@ MAX_SPECULATIVE_TOKENS = 1024
 MODEL_HELP = (
     "A config.json, its folder, or a shipped name. Known families: "
     + ", ".join(known_families())
-    + ". Others are planned as plain full attention, with a warning, or refused where keys say that they are not."
+    + ". Others are planned by their layer_types or as plain full attention, with a warning; where keys say that "
+    "layers are something else, they are refused."
 )
 MEMORY_HELP = "KV cache memory of one rank. 80GiB is 80 x 2^30 bytes, 80G and 80GB are 80 x 10^9, 80 is bytes."
 

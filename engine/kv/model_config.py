@@ -51,6 +51,8 @@ class ModelConfig:
     def text(self, name: str, default: str) -> str:
         """A string."""
         value = self._values.get(name)
+        if value is not None and not isinstance(value, str | int):
+            raise ConfigError("config.json", f"{name} is {_quote(value)}; it must be a string")
         return default if value is None else str(value)
 
     def flag(self, name: str, *, default: bool) -> bool:

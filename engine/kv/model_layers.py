@@ -43,7 +43,8 @@ class CacheDType(enum.StrEnum):
     FP8_DS_MLA = "fp8_ds_mla"
 
 
-_DTYPE_BYTES = {"float32": 4, "float": 4, "half": 2, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_ds_mla": 1}
+_WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float": 4, "half": 2}
+_CACHE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_ds_mla": 1}
 
 
 _LENGTH_NAMES = (
@@ -216,7 +217,7 @@ def _stack_content(config: ModelConfig, options: LayerOptions, *, heads: tuple[s
 
 def _content_options(config: ModelConfig, options: LayerOptions) -> ContentOptions:
     dtype = options.cache_dtype
-    dtype_bytes = _weight_bytes(config) if dtype is CacheDType.AUTO else _DTYPE_BYTES[dtype]
+    dtype_bytes = _weight_bytes(config) if dtype is CacheDType.AUTO else _CACHE_BYTES[dtype]
     is_fp8_ds_mla = dtype is CacheDType.FP8_DS_MLA
     return ContentOptions(dtype_bytes=dtype_bytes, tp_size=options.tp_size, is_fp8_ds_mla=is_fp8_ds_mla)
 
@@ -229,9 +230,9 @@ def _weight_bytes(config: ModelConfig) -> int:
 
 
 def _dtype_bytes(name: str, dtype: str) -> int:
-    num_bytes = _DTYPE_BYTES.get(dtype.removeprefix("torch."))
+    num_bytes = _WEIGHT_BYTES.get(dtype.removeprefix("torch."))
     if num_bytes is None:
-        raise ConfigError("config.json", f"{name} is {dtype[:40]!r}; it must be one of {', '.join(_DTYPE_BYTES)}")
+        raise ConfigError("config.json", f"{name} is {dtype[:40]!r}; it must be one of {', '.join(_WEIGHT_BYTES)}")
     return num_bytes
 
 

@@ -145,7 +145,9 @@ def test_quantized_cache_of_a_vision_model_is_found_beside_its_text_config() -> 
     ("changes", "message"),
     [
         ({"torch_dtype": "int3"}, "torch_dtype is 'int3'; it must be one of float32"),
-        ({"dtype": ["bfloat16"]}, "dtype is "),
+        ({"dtype": ["bfloat16"]}, "dtype is .*; it must be a string"),
+        ({"torch_dtype": "fp8"}, "torch_dtype is 'fp8'; it must be one of"),
+        ({"model_type": ["llama"]}, "model_type is .*; it must be a string"),
         ({"quantization_config": {"kv_cache_scheme": {"num_bits": 4, "type": "int"}}}, "give --kv-dtype"),
         ({"num_hidden_layers": 1_000_000}, "no model has more than 10,000"),
         ({"max_position_embeddings": 10**30}, "no model has more than 1,099,511,627,776"),
