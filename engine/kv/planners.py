@@ -25,6 +25,7 @@ from blockferry.engine.kv.slab_geometry import slabs_taken
 from blockferry.engine.kv.slab_planner import page_demand, plan_slab
 from blockferry.engine.kv.spec import AttentionSpec
 
+MAX_POOL_BYTES = 1 << 60
 NEAR_TIE = 0.99  # capacities that differ by less are alike: the plan of fewer groups is then the faster one
 
 
@@ -120,7 +121,7 @@ def _plan_slab(request: PlanRequest) -> KVCachePlan:
 def _without_slabs(request: PlanRequest, error: PoolTooSmall) -> PoolTooSmall:
     """The refusal of a pool too small for any slabs, with what one sequence takes once there are some."""
     memory_bytes = max(error.needed_bytes, request.memory_bytes, 1)
-    while True:  # ends: choose_geometry takes any pool of a few pages of each group
+    while memory_bytes < MAX_POOL_BYTES:
         memory_bytes *= 2
         try:
             plan = plan_slab(dataclasses.replace(request, memory_bytes=memory_bytes))
@@ -128,15 +129,16 @@ def _without_slabs(request: PlanRequest, error: PoolTooSmall) -> PoolTooSmall:
             continue
         if plan.slab is None:  # one group: the uniform plan, whose refusal has said it all
             return error
-        if _can_run(plan, request.limits):
-            break
-    needed_bytes = max(_sequence_bytes(plan, request.limits), error.needed_bytes)
-    return PoolTooSmall(
-        "",
-        f"a pool of {pool_words(request.memory_bytes)} cannot give each group of layers a slab; one sequence of "
-        f"max_model_len={request.limits.max_model_len} tokens takes {pool_words_up(needed_bytes)} or more",
-        needed_bytes=needed_bytes,
-    )
+        if not _can_run(plan, request.limits):
+            continue
+        needed_bytes = max(_sequence_bytes(plan, request.limits), error.needed_bytes)
+        return PoolTooSmall(
+            "",
+            f"a pool of {pool_words(request.memory_bytes)} cannot give each group of layers a slab; one sequence of "
+            f"max_model_len={request.limits.max_model_len} tokens takes {pool_words_up(needed_bytes)} or more",
+            needed_bytes=needed_bytes,
+        )
+    return error
 
 
 def _only(request: PlanRequest, layer_ids: frozenset[int]) -> PlanRequest:
