@@ -53,7 +53,7 @@ class KvBenchConfig:
 
 
 def run_kv_bench(config: KvBenchConfig | None = None, on_start: Callable[[str], None] = lambda _: None) -> Report:
-    """Measure everything; on_start is told each result's name as its measurement begins. About 30 s."""
+    """Measure everything; on_start is told each result's name as its measurement begins. About a minute."""
     config = config or KvBenchConfig()
     results: list[Result] = []
     for mix in config.mixes:
