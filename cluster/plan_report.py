@@ -229,7 +229,7 @@ def summary_lines(planned: PlannedModel) -> Iterator[str]:
     yield f"one sequence: {parts}"
     yield (
         f"holds {plan.capacity_tokens:,} tokens: {plan.max_concurrency:,.2f} sequences of "
-        f"{planned.request.limits.max_model_len:,}, of which {plan.num_whole_sequences:,} whole ones at once"
+        f"{planned.request.limits.max_model_len:,}; whole ones at once: {plan.num_whole_sequences:,}"
     )
 
 
