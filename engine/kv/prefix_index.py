@@ -81,7 +81,9 @@ class PrefixIndex:
         are_fresh = ids == candidates
         if are_fresh and ids[0] == num_before:
             self._digests += digests
+            entries = np.arange(num_before, len(self._digests), dtype=np.int32)
         else:
+            entries = np.array(ids, np.int32)
             self._digests += [None] * (candidates[-1] + 1 - num_before)
             for entry, candidate, digest in zip(ids, candidates, digests, strict=True):
                 if entry == candidate:
@@ -90,7 +92,7 @@ class PrefixIndex:
                     self._unused.append(candidate)
         while len(self._digests) > len(self.blocks):
             self._grow()
-        return Entries(ids=np.array(ids, np.int32), are_fresh=are_fresh)
+        return Entries(ids=entries, are_fresh=are_fresh)
 
     def place(self, group: int, entry: int) -> int:
         """Where a group's block under an entry is found."""
