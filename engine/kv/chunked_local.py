@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
-
 from blockferry.engine.kv.hit_rules import Count, Presence, Retention
 from blockferry.engine.kv.reach import ChunkReach, cdiv
 from blockferry.engine.request import BoolArray, Int32Array
@@ -39,11 +37,9 @@ class ChunkRule:
         """Where all blocks since the chunk's start (and a draft's after the end) are present."""
         num_draft_blocks = cdiv(presence.num_draft_tokens, presence.tokens_per_block)
         ends = lengths // presence.tokens_per_block
-        starts = self._first(lengths) // presence.tokens_per_block
-        runs = presence.run_lengths()
+        starts = self.num_skipped(lengths) // presence.tokens_per_block
         last = ends + num_draft_blocks
-        is_known = last < len(runs)
-        can_end: BoolArray = is_known & (runs[np.where(is_known, last, 0)] >= last - starts)
+        can_end = presence.has_runs(last, last - starts)
         can_end[0] = True
         return can_end
 
@@ -69,6 +65,3 @@ class ChunkRule:
     ) -> None:
         """Everything is kept."""
         del columns, boundaries, tokens_per_block, retention
-
-    def _first(self, lengths: Int32Array) -> Int32Array:
-        return lengths // self.reach.chunk * self.reach.chunk

@@ -28,12 +28,14 @@ class Presence:
     tokens_per_block: int
     num_draft_tokens: int  # past the end of a hit, present but to be computed again; 0 unless a draft group
 
-    def run_lengths(self) -> Int32Array:
-        """Per number of blocks n, how many of the last blocks before n are present without a gap; shape [N + 1]."""
-        counts = np.zeros(len(self.blocks) + 1, np.int32)
+    def has_runs(self, stops: Int32Array, counts: Int32Array) -> BoolArray:
+        """Whether blocks [stop - count, stop) are all present, for each of stops [K] and counts [K]; shape [K]."""
+        runs = np.zeros(len(self.blocks) + 1, np.int32)  # per stop, how many blocks before it have no gap
         ends = np.arange(1, len(self.blocks) + 1, dtype=np.int32)
-        counts[1:] = ends - np.maximum.accumulate(np.where(self.blocks, 0, ends))
-        return counts
+        runs[1:] = ends - np.maximum.accumulate(np.where(self.blocks, 0, ends))
+        is_known = stops <= len(self.blocks)
+        has_runs: BoolArray = is_known & (runs[np.where(is_known, stops, 0)] >= counts)
+        return has_runs
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,11 +40,8 @@ class WindowRule:
         """Where enough blocks without a gap, or all from the head on, come before the end (and a draft's after it)."""
         num_draft_blocks = cdiv(presence.num_draft_tokens, presence.tokens_per_block)
         ends = lengths // presence.tokens_per_block
-        runs = presence.run_lengths()
-        last = ends + num_draft_blocks
-        is_known = last < len(runs)
         needed = np.minimum(self._num_needed(presence.tokens_per_block), ends) + num_draft_blocks
-        can_end: BoolArray = is_known & (runs[np.where(is_known, last, 0)] >= needed)
+        can_end = presence.has_runs(ends + num_draft_blocks, needed)
         can_end[0] = True
         return can_end
 
