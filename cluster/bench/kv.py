@@ -15,6 +15,7 @@ come in three mixes: full attention alone; full and five sliding windows; full, 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import statistics
 import time
@@ -53,28 +54,45 @@ class KvBenchConfig:
 
 
 def run_kv_bench(config: KvBenchConfig | None = None, on_start: Callable[[str], None] = lambda _: None) -> Report:
-    """Measure everything; on_start is told each result's name as its measurement begins. About a minute."""
+    """Measure everything; on_start is told each measurement's name as it begins. About two minutes.
+
+    Every figure gets one run per round, so that seconds in which the machine is slow colour a run of each, not all
+    runs of one.
+    """
     config = config or KvBenchConfig()
-    results: list[Result] = []
-    for mix in config.mixes:
-        for num_rows in config.decode_rows:
-            on_start(f"decode_step, {mix}, {num_rows} rows")
-            results.append(_measure_decode(mix, num_rows, config))
-    if config.scheduler_rows:
-        on_start("scheduler_step")
-        results += scheduler_step.measure(config.scheduler_rows, num_runs=config.num_runs)
-    for mix in config.mixes:
-        for num_tokens in config.prefill_tokens:
-            for shared in config.prefill_shares:
-                on_start(f"prefill, {mix}, {num_tokens} tokens, {shared:.0%} shared")
-                results.append(_measure_prefill(mix, num_tokens, shared, config))
-        on_start(f"churn, {mix}")
-        results.append(_measure_churn(mix, config))
-    on_start("pool_start")
-    results.append(_measure_pool_start(config))
+    cases = _cases(dataclasses.replace(config, num_runs=1))
+    rounds: list[list[Result]] = []
+    for number in range(1, config.num_runs + 1):
+        rounds.append([])
+        for name, measure in cases:
+            on_start(f"round {number} of {config.num_runs}: {name}")
+            rounds[-1] += measure()
+    results = [
+        dataclasses.replace(same[0], runs=[run for result in same for run in result.runs])
+        for same in zip(*rounds, strict=True)
+    ]
     on_start("pool_bytes")
     results.append(_measure_pool_bytes(config))
     return Report(command="bench kv", results=results)
+
+
+def _cases(config: KvBenchConfig) -> list[tuple[str, Callable[[], list[Result]]]]:
+    """What is measured in every round, each with its name."""
+    cases: list[tuple[str, Callable[[], list[Result]]]] = []
+    for mix in config.mixes:
+        for num_rows in config.decode_rows:
+            measure_decode = functools.partial(_measure_decode, mix, num_rows, config)
+            cases.append((f"decode_step, {mix}, {num_rows} rows", measure_decode))
+    if config.scheduler_rows:
+        cases.append(("scheduler_step", lambda: scheduler_step.measure(config.scheduler_rows, num_runs=1)))
+    for mix in config.mixes:
+        for num_tokens in config.prefill_tokens:
+            for shared in config.prefill_shares:
+                measure_prefill = functools.partial(_measure_prefill, mix, num_tokens, shared, config)
+                cases.append((f"prefill, {mix}, {num_tokens} tokens, {shared:.0%} shared", measure_prefill))
+        cases.append((f"churn, {mix}", functools.partial(_measure_churn, mix, config)))
+    cases.append(("pool_start", functools.partial(_measure_pool_start, config)))
+    return cases
 
 
 _CONTENT = KVContent(num_kv_heads=8, head_dim=128, dtype_bytes=2)
@@ -121,7 +139,7 @@ class _Ledger:
         self.rows.clear(row)
 
 
-def _measure_decode(mix: str, num_rows: int, config: KvBenchConfig) -> Result:
+def _measure_decode(mix: str, num_rows: int, config: KvBenchConfig) -> list[Result]:
     """Rows are spread evenly over the block, so that each step fills and takes num_rows / BLOCK_SIZE blocks.
 
     All steps are alike, so a run is the median step: other processes' turns do not count.
@@ -152,10 +170,10 @@ def _measure_decode(mix: str, num_rows: int, config: KvBenchConfig) -> Result:
             steps_s.append(planned_s + time.perf_counter() - started_s)
         runs.append(1e6 * statistics.median(steps_s))
     params = {"rows": num_rows, **_of_mix(mix)}
-    return Result(name="decode_step", params=params, unit="us", runs=runs[1:])  # the first one warms up
+    return [Result(name="decode_step", params=params, unit="us", runs=runs[1:])]  # the first one warms up
 
 
-def _measure_prefill(mix: str, num_tokens: int, shared: float, config: KvBenchConfig) -> Result:
+def _measure_prefill(mix: str, num_tokens: int, shared: float, config: KvBenchConfig) -> list[Result]:
     generator = np.random.default_rng(config.seed)
     num_blocks = (config.num_runs + 2) * (num_tokens // BLOCK_SIZE + 1)
     ledger = _Ledger(mix, num_blocks=num_blocks, max_rows=1, max_model_len=num_tokens)
@@ -171,10 +189,10 @@ def _measure_prefill(mix: str, num_tokens: int, shared: float, config: KvBenchCo
         runs.append(1e3 * (time.perf_counter() - started_s))
         ledger.end(0)
     params = {"tokens": num_tokens, "shared": shared, **_of_mix(mix)}
-    return Result(name="prefill", params=params, unit="ms", runs=runs[1:])
+    return [Result(name="prefill", params=params, unit="ms", runs=runs[1:])]
 
 
-def _measure_churn(mix: str, config: KvBenchConfig) -> Result:
+def _measure_churn(mix: str, config: KvBenchConfig) -> list[Result]:
     """Requests of 16 to 2,048 tokens, half of them with one of 8 prefixes, 16 at a time, in 4,096 blocks per group."""
     generator = np.random.default_rng(config.seed)
     num_rows, num_blocks, max_tokens = 16, 4096, 2048
@@ -197,17 +215,17 @@ def _measure_churn(mix: str, config: KvBenchConfig) -> Result:
             ledger.tell_workers()
         runs.append(1e6 * (time.perf_counter() - started_s) / len(prompts))
     params = {"blocks": num_blocks, "requests": config.num_churn_requests, **_of_mix(mix)}
-    return Result(name="churn", params=params, unit="us", runs=runs[1:])
+    return [Result(name="churn", params=params, unit="us", runs=runs[1:])]
 
 
-def _measure_pool_start(config: KvBenchConfig) -> Result:
+def _measure_pool_start(config: KvBenchConfig) -> list[Result]:
     runs = []
     for _ in range(config.num_runs):
         gc.collect()
         started_s = time.perf_counter()
         _Ledger("full", num_blocks=config.num_pool_blocks, max_rows=1024, max_model_len=32768)
         runs.append(time.perf_counter() - started_s)
-    return Result(name="pool_start", params={"blocks": config.num_pool_blocks, "groups": 1}, unit="s", runs=runs)
+    return [Result(name="pool_start", params={"blocks": config.num_pool_blocks, "groups": 1}, unit="s", runs=runs)]
 
 
 def _measure_pool_bytes(config: KvBenchConfig) -> Result:

@@ -69,7 +69,8 @@ def append_plain(chains: Sequence[list[bytes]], chunks: Sequence[bytes]) -> None
     """
     for digests, chunk in zip(chains, chunks, strict=True):
         state = _new_state()
-        state.update(digests[-1] + chunk)
+        state.update(digests[-1])
+        state.update(chunk)
         digests.append(state.digest())
 
 

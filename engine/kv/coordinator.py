@@ -126,7 +126,7 @@ class Coordinator:
         """Whether there is room for all of what rows lack in each group of each manager."""
         needs = [0] * len(self.pools.pools)
         for number, manager, counts in zip(self._pool_numbers, self.managers, missing, strict=True):
-            needs[number] += int(counts.sum()) * len(manager.groups)
+            needs[number] += int(np.add.reduce(counts)) * len(manager.groups)
         return self.pools.fits(needs, num_reserved=0)
 
     def _needs_in(self, missing: Sequence[Int32Array]) -> Int32Array:

@@ -78,7 +78,7 @@ class FreeQueue:
     def take(self, num_blocks: int) -> Int32Array:
         """Remove and return the first num_blocks free blocks, in order. Cost: O(num_blocks) amortised."""
         assert num_blocks <= self.num_free, (num_blocks, self.num_free)
-        taken, self._head = self._scan(num_blocks)
+        taken, self._head = self._leading(num_blocks) or self._scan(num_blocks)
         self._forget(taken)
         return taken
 
@@ -121,6 +121,17 @@ class FreeQueue:
         ids = self._ring[cells]
         order: Int32Array = ids[self._stamps[ids] == cells]
         return order
+
+    def _leading(self, num_blocks: int) -> tuple[Int32Array, int] | None:
+        """_scan() where no entry is dead and the ring does not end, the usual case; None elsewhere."""
+        cell = self._head & self._mask
+        stop = cell + num_blocks
+        if stop > self._capacity or self._head + num_blocks > self._tail:
+            return None
+        ids = self._ring[cell:stop]
+        if np.count_nonzero(self._stamps.take(ids) == np.arange(cell, stop, dtype=np.int32)) < num_blocks:
+            return None
+        return ids.copy(), self._head + num_blocks
 
     def _scan(self, num_blocks: int) -> tuple[Int32Array, int]:
         """The first num_blocks free blocks, and the position after the last of them."""

@@ -103,7 +103,7 @@ class _Change(NamedTuple):
         """The same as flat arrays, group after group."""
         num_groups, num_entries = self.block_ids.shape
         if num_groups == 1:
-            groups = np.full(num_entries, self.groups[0], np.int32)
+            groups = self.groups.repeat(num_entries)
             return BlockDeltas(group=groups, row=self.rows, column=self.columns, block_id=self.block_ids[0])
         return BlockDeltas(
             group=np.repeat(self.groups, num_entries),

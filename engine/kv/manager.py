@@ -188,7 +188,7 @@ class KVCacheManager:
         once the tokens are known. Cost: a handful of vector operations per group.
         """
         rows = rows.astype(np.intp, copy=False)  # the type that indexing converts to, once for all of it
-        num_computed = self._rows.num_computed_tokens.take(rows)
+        num_computed = self._rows.num_computed_tokens[rows]
         self._coordinator.skip_in(rows, num_computed)
         num_main = num_slots = num_computed + np.int32(1)
         if self._options.num_lookahead_tokens:
@@ -205,7 +205,7 @@ class KVCacheManager:
         if not self._options.enable_caching:
             return
         rows = rows.astype(np.intp, copy=False)
-        num_tokens = self._rows.num_computed_tokens.take(rows)
+        num_tokens = self._rows.num_computed_tokens[rows]
         due = self._cacher.is_due(rows, num_tokens)
         if not len(due):
             return

@@ -52,7 +52,7 @@ class PrefixCacher:
 
     def is_due(self, rows: Int32Array, num_tokens: Int32Array) -> Int64Array:
         """Indices of those of rows [R] that may have something to cache among their first num_tokens [R]."""
-        return (num_tokens >= self._next_due.take(rows)).nonzero()[0]
+        return (num_tokens >= self._next_due[rows]).nonzero()[0]
 
     def cache_in(self, rows: Int32Array, num_tokens: Int32Array, chains: Sequence[Sequence[bytes]]) -> None:
         """Cache the full blocks among the first num_tokens [R] of rows [R]; their hashes are known."""

@@ -100,6 +100,8 @@ class PrefixIndex:
 
     def places(self, groups: Int32Array, entries: Int32Array) -> Int32Array:
         """place() of each entry [N] in groups ([N] or [1])."""
+        if self.num_groups == 1:
+            return entries
         places: Int32Array = entries * self._factor + groups
         return places
 

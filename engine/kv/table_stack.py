@@ -64,7 +64,7 @@ class TableStack:
         """Take counts [R], all >= 1, new columns for each of rows [R], in every layer."""
         columns = self.num_blocks.take(rows)
         self.num_blocks[rows] = columns + counts
-        if counts.sum() != len(rows):
+        if np.add.reduce(counts) != len(rows):
             rows, columns = np.repeat(rows, counts), np.repeat(columns, counts) + count_up(counts)
         taken = self.pool.take(len(self.groups) * len(rows)).reshape(len(self.groups), len(rows))
         self._flat[:, self._places(rows, columns)] = taken

@@ -24,4 +24,4 @@ def test_every_documented_result_is_there_with_its_parameters() -> None:
     assert params["prefill"] >= {"tokens", "shared", "groups"}
     assert all(result["value"] > 0 for result in report["results"])
     assert {result["params"].get("groups") for result in report["results"]} >= {1, 6, 3}
-    assert len(started) == 3 * (1 + 2 + 1) + 3
+    assert len(started) == 2 * (3 * (1 + 2 + 1) + 2) + 1
