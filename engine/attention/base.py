@@ -28,6 +28,21 @@ class AttentionMetadata:
     seq_lens: list[int]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionRule:
+    """How the layers of one kind attend: causally over what is in reach, and what becomes of the scores.
+
+    A query at position p reads keys at positions s <= p; with a window, s > p - window; with a chunk,
+    s >= p // chunk * chunk. scores = scale * q k, then soft_cap * tanh(scores / soft_cap), then softmax, in whose
+    denominator a sink adds exp(sink) to each head.
+    """
+
+    scale: float
+    window: int | None = None  # tokens, the query's own included
+    chunk: int | None = None  # tokens
+    soft_cap: float | None = None
+
+
 class AttentionBackend(Protocol):
     """Writes the step's keys and values into the paged pool and attends over it."""
 
@@ -39,6 +54,26 @@ class AttentionBackend(Protocol):
         *,
         kv_cache: torch.Tensor,  # [B, K, N, 2*D] view of this layer, any strides with the last contiguous
         metadata: AttentionMetadata,
-        scale: float,
+        rule: AttentionRule,
+        sinks_H: torch.Tensor | None = None,  # float32, a logit per head that takes weight and gives nothing
     ) -> torch.Tensor:
-        """Returns [T, H, D]; causal over each row's computed and new tokens. k and v are already rotated."""
+        """Returns [T, H, D]; causal over each row's computed and new tokens. k and v are already rotated.
+
+        Entries of the block table that are out of the rule's reach may be null and are never read.
+        """
+
+
+class LatentBackend(Protocol):
+    """The same for latent attention: all heads read one vector per token, whose head is also the value."""
+
+    def forward(
+        self,
+        q_THR: torch.Tensor,  # queries brought into the latent space, rotated part last
+        latent_TR: torch.Tensor,
+        *,
+        kv_cache: torch.Tensor,  # [B, N, R] view of this layer, any strides with the last contiguous
+        metadata: AttentionMetadata,
+        rule: AttentionRule,
+        value_dim: int,  # of R
+    ) -> torch.Tensor:
+        """Returns [T, H, value_dim]."""

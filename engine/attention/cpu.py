@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from blockferry.engine.attention.base import AttentionBackend, AttentionMetadata
+from blockferry.engine.attention.base import AttentionBackend, AttentionMetadata, AttentionRule
 from blockferry.engine.config import cache_dir
 from blockferry.kernels.cpu_kv_write import KvWrite
 from blockferry.kernels.cpu_launch import Launcher, kernel_store
@@ -39,9 +39,11 @@ class CpuAttention(AttentionBackend):
         *,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
-        scale: float,
+        rule: AttentionRule,
+        sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Returns [T, H, D]; see AttentionBackend. Tokens past num_tokens come back undefined."""
+        scale = rule.scale
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
         rows = metadata.num_decode_rows
         if rows == metadata.num_tokens == len(q_THD):  # all of it: nothing to slice

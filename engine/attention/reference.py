@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from blockferry.engine.attention.base import AttentionBackend, AttentionMetadata
+from blockferry.engine.attention.base import AttentionBackend, AttentionMetadata, AttentionRule
 
 
 class ReferenceAttention(AttentionBackend):
@@ -25,9 +25,11 @@ class ReferenceAttention(AttentionBackend):
         *,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
-        scale: float,
+        rule: AttentionRule,
+        sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Returns [T, H, D] in q's dtype; see AttentionBackend. Tokens past num_tokens come back as zeros."""
+        scale = rule.scale
         _write(kv_cache, k_TKD, v_TKD, metadata.slot_mapping_T)
         out_THD = torch.zeros_like(q_THD)
         start = 0

@@ -11,7 +11,7 @@ import dataclasses
 
 import torch
 
-from blockferry.engine.attention.base import AttentionBackend, AttentionMetadata
+from blockferry.engine.attention.base import AttentionBackend, AttentionMetadata, AttentionRule
 from blockferry.kernels.kv_write import kv_write
 from blockferry.kernels.paged_decode import paged_decode
 from blockferry.kernels.paged_prefill import paged_prefill
@@ -34,9 +34,11 @@ class TritonAttention(AttentionBackend):
         *,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
-        scale: float,
+        rule: AttentionRule,
+        sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Returns [T, H, D]; see AttentionBackend. Tokens past num_tokens come back undefined."""
+        scale = rule.scale
         if self._parts is None or self._parts.metadata is not metadata:
             self._parts = _split(metadata)
         parts = self._parts

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from blockferry.engine.attention.base import AttentionBackend, AttentionMetadata
+from blockferry.engine.attention.base import AttentionBackend, AttentionMetadata, AttentionRule
 from blockferry.engine.models.registry import CausalModel
 from blockferry.engine.request import Int64Array
 from blockferry.engine.worker.inputs import StepInputs
@@ -65,12 +65,12 @@ class LayerByLayer:
         self._model = model
         self._attend = attention.forward
         self._pages = pages
-        self._scale = model.config.head_dim**-0.5
+        self._rule = AttentionRule(scale=model.config.head_dim**-0.5)
 
     def forward(self, x_TE: torch.Tensor, positions_T: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         """See LayerCompute."""
 
         def attend(layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
-            return self._attend(q_THD, k_TKD, v_TKD, kv_cache=self._pages[layer], metadata=metadata, scale=self._scale)
+            return self._attend(q_THD, k_TKD, v_TKD, kv_cache=self._pages[layer], metadata=metadata, rule=self._rule)
 
         return self._model.forward(x_TE, positions_T, attend)

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from blockferry.engine.attention.base import AttentionMetadata
+from blockferry.engine.attention.base import AttentionMetadata, AttentionRule
 from blockferry.engine.attention.cpu import CpuAttention
 from blockferry.engine.attention.reference import ReferenceAttention
 from blockferry.kernels.cpu_amx import has_amx
@@ -67,8 +67,10 @@ def run_both(query_lens, seq_lens, *, num_decode_rows, num_heads=6, num_kv_heads
     qkv = torch.randn(sum(query_lens), num_heads + 2 * num_kv_heads, head_dim, generator=generator).to(dtype)
     q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     expected_pool = pool.clone()
-    expected = ReferenceAttention().forward(q, k, v, kv_cache=expected_pool, metadata=metadata, scale=head_dim**-0.5)
-    actual = CpuAttention().forward(q, k, v, kv_cache=pool, metadata=metadata, scale=head_dim**-0.5)
+    expected = ReferenceAttention().forward(
+        q, k, v, kv_cache=expected_pool, metadata=metadata, rule=AttentionRule(scale=head_dim**-0.5)
+    )
+    actual = CpuAttention().forward(q, k, v, kv_cache=pool, metadata=metadata, rule=AttentionRule(scale=head_dim**-0.5))
     assert actual.shape == expected.shape
     assert actual.dtype == dtype
     torch.testing.assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
@@ -121,11 +123,11 @@ def test_decode_rows_do_not_depend_on_other_rows_or_threads(num_threads):
         block_table_RM=metadata.block_table_RM[8:],
         slot_mapping_T=metadata.slot_mapping_T[8:],
     )
-    alone = attention.forward(q[8:], k[8:], v[8:], kv_cache=pool, metadata=last, scale=0.1)
+    alone = attention.forward(q[8:], k[8:], v[8:], kv_cache=pool, metadata=last, rule=AttentionRule(scale=0.1))
     previous = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        together = attention.forward(q, k, v, kv_cache=pool, metadata=metadata, scale=0.1)
+        together = attention.forward(q, k, v, kv_cache=pool, metadata=metadata, rule=AttentionRule(scale=0.1))
     finally:
         torch.set_num_threads(previous)
     assert torch.equal(alone[0], together[8])
@@ -162,7 +164,11 @@ def test_a_query_does_not_depend_on_its_chunk_or_on_threads(num_threads):
             slots = table[0, positions // 16].long() * 16 + positions % 16
             metadata = dataclasses.replace(metadata, block_table_RM=table, slot_mapping_T=slots)
             part = slice(start, stop)
-            parts.append(attention.forward(q[part], k[part], v[part], kv_cache=pool, metadata=metadata, scale=0.125))
+            parts.append(
+                attention.forward(
+                    q[part], k[part], v[part], kv_cache=pool, metadata=metadata, rule=AttentionRule(scale=0.125)
+                )
+            )
         outputs.append(torch.cat(parts))
     torch.set_num_threads(previous)
     assert torch.equal(*outputs)

@@ -7,6 +7,7 @@ import torch
 from support.paged import make_metadata
 from torch.nn import functional
 
+from blockferry.engine.attention.base import AttentionRule
 from blockferry.engine.attention.reference import ReferenceAttention
 
 
@@ -24,7 +25,9 @@ def test_chunks_over_pages_equal_torch_attention_over_the_whole_sequence(chunk):
         metadata = make_metadata([end - start], [end], table, block_size=block_size)
         part = slice(start, end)
         outs.append(
-            ReferenceAttention().forward(q[part], k[part], v[part], kv_cache=kv_cache, metadata=metadata, scale=scale)
+            ReferenceAttention().forward(
+                q[part], k[part], v[part], kv_cache=kv_cache, metadata=metadata, rule=AttentionRule(scale=scale)
+            )
         )
     expected = functional.scaled_dot_product_attention(
         *(x.transpose(0, 1) for x in (q, k, v)), is_causal=True, enable_gqa=True
@@ -37,5 +40,5 @@ def test_padding_slots_are_not_written():
     metadata = make_metadata([1], [1], torch.tensor([[2]], dtype=torch.int32), block_size=4)
     metadata.slot_mapping_T.fill_(-1)
     ones = torch.ones(1, 1, 4)
-    ReferenceAttention().forward(ones, ones, ones, kv_cache=kv_cache, metadata=metadata, scale=1.0)
+    ReferenceAttention().forward(ones, ones, ones, kv_cache=kv_cache, metadata=metadata, rule=AttentionRule(scale=1.0))
     assert not kv_cache.any()

@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.paged import DEVICE, make_metadata, make_pool, make_table, poison_unused
 
+from blockferry.engine.attention.base import AttentionRule
 from blockferry.engine.attention.reference import ReferenceAttention
 from blockferry.engine.attention.triton import TritonAttention
 
@@ -30,8 +31,10 @@ def test_a_step_equals_the_reference_in_output_and_pages(layout, query_lens, seq
     metadata = make_metadata(query_lens, seq_lens, table)
     q, k, v = (torch.randn(sum(query_lens) + num_padded, heads, 32, device=DEVICE) for heads in (9, 3, 3))
 
-    out = TritonAttention().forward(q, k, v, kv_cache=pool[:, 1], metadata=metadata, scale=0.2)
+    out = TritonAttention().forward(q, k, v, kv_cache=pool[:, 1], metadata=metadata, rule=AttentionRule(scale=0.2))
 
-    expected = ReferenceAttention().forward(q, k, v, kv_cache=expected_pool[:, 1], metadata=metadata, scale=0.2)
+    expected = ReferenceAttention().forward(
+        q, k, v, kv_cache=expected_pool[:, 1], metadata=metadata, rule=AttentionRule(scale=0.2)
+    )
     torch.testing.assert_close(out[:-num_padded], expected[:-num_padded], rtol=1e-5, atol=1e-5)
     assert torch.equal(pool.nan_to_num(7.0), expected_pool.nan_to_num(7.0))
