@@ -30,7 +30,7 @@ class AttentionMetadata:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionRule:
-    """How the layers of one kind attend: causally over what is in reach, and what becomes of the scores.
+    """How one layer attends: causally over what is in reach, and what becomes of the scores.
 
     A query at position p reads keys at positions s <= p; with a window, s > p - window; with a chunk,
     s >= p // chunk * chunk. scores = scale * q k, then soft_cap * tanh(scores / soft_cap), then softmax, in whose
@@ -41,6 +41,7 @@ class AttentionRule:
     window: int | None = None  # tokens, the query's own included
     chunk: int | None = None  # tokens
     soft_cap: float | None = None
+    sinks_H: torch.Tensor | None = None  # float32, a logit per head that takes weight and gives nothing
 
 
 class AttentionBackend(Protocol):
@@ -55,7 +56,6 @@ class AttentionBackend(Protocol):
         kv_cache: torch.Tensor,  # [B, K, N, 2*D] view of this layer, any strides with the last contiguous
         metadata: AttentionMetadata,
         rule: AttentionRule,
-        sinks_H: torch.Tensor | None = None,  # float32, a logit per head that takes weight and gives nothing
     ) -> torch.Tensor:
         """Returns [T, H, D]; causal over each row's computed and new tokens. k and v are already rotated.
 

@@ -26,7 +26,6 @@ class ReferenceAttention(AttentionBackend):
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         rule: AttentionRule,
-        sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Returns [T, H, D] in q's dtype; see AttentionBackend. Tokens past num_tokens come back as zeros."""
         scale = rule.scale

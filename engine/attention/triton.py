@@ -35,7 +35,6 @@ class TritonAttention(AttentionBackend):
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         rule: AttentionRule,
-        sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Returns [T, H, D]; see AttentionBackend. Tokens past num_tokens come back undefined."""
         scale = rule.scale
