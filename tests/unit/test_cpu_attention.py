@@ -70,7 +70,7 @@ def run_both(query_lens, seq_lens, *, num_decode_rows, num_heads=6, num_kv_heads
     expected = ReferenceAttention().forward(
         q, k, v, kv_cache=expected_pool, metadata=metadata, rule=AttentionRule(scale=head_dim**-0.5)
     )
-    actual = CpuAttention().forward(q, k, v, kv_cache=pool, metadata=metadata, rule=rule)
+    actual = CpuAttention().forward(q, k, v, kv_cache=pool, metadata=metadata, rule=AttentionRule(scale=head_dim**-0.5))
     assert actual.shape == expected.shape
     assert actual.dtype == dtype
     torch.testing.assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
