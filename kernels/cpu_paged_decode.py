@@ -3,6 +3,7 @@
 An item is one KV head of one row, with all of its query heads: it first writes the row's new key and value to
 their slot and then attends, so nothing is computed differently when other rows join or threads change. Online
 softmax over chunks of 64 tokens, all in float32 (Milakov and Gimelshein, 2018; Dao et al., FlashAttention, 2022).
+Reading begins at the first token in the query's reach. A sink is where the running maximum and sum begin.
 
 Legend: R rows, H query heads, K kv heads, G query heads per kv head, D head dim, B blocks, N block size, M blocks of a
 row, S tokens of the longest row.
@@ -10,16 +11,18 @@ row, S tokens of the longest row.
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import functional
 
+from blockferry.kernels.attention_terms import AttentionTerms, attend_dense, first_keys, seen_keys
 from blockferry.kernels.cpu_attention_tiles import make_score_tile, make_weigh_values
 from blockferry.kernels.cpu_emit import FLOAT_BYTES, LANES, Element
-from blockferry.kernels.cpu_launch import CompiledKernel, Launcher, compile_kernel, float_bits
+from blockferry.kernels.cpu_launch import CompiledKernel, Launcher, compile_kernel
 from blockferry.kernels.cpu_layout import element_of, has_dense_heads
+from blockferry.kernels.cpu_soft_cap import cap_scores
 from blockferry.kernels.cpu_vector import (
     add,
     copy_bytes,
@@ -50,6 +53,8 @@ from blockferry.kernels.cpu_vector import (
 )
 
 CHUNK = 64  # tokens between two looks at the maximum; a multiple of 16
+_NO_LIMIT = (1 << 31) - 1  # of tokens in reach: more than any sequence has
+_pack_floats, _unpack_word = struct.Struct("=ff").pack, struct.Struct("=q").unpack
 
 
 class PagedDecode:
@@ -86,10 +91,13 @@ class PagedDecode:
         block_table_RM: torch.Tensor,  # int32, columns contiguous
         seq_lens_R: torch.Tensor,  # int32, the new token counted
         slot_mapping_R: torch.Tensor,  # int64, negative: write nothing
-        scale: float,
+        rule: AttentionTerms,
         out_RHD: torch.Tensor,  # contiguous, written
     ) -> None:
-        """Attend over each row's seq_len tokens after storing the newest. Call only what `accepts` takes."""
+        """Attend over each row's tokens in reach after storing the newest. Call only what `accepts` takes.
+
+        Blocks before a row's reach are not read, nor are their entries in the block table.
+        """
         num_rows, num_heads, head_dim = qkv[0].shape
         num_kv_heads = qkv[1].shape[1]
         element = Element.FLOAT32 if qkv[0].dtype == torch.float32 else Element.BFLOAT16
@@ -103,7 +111,7 @@ class PagedDecode:
             block_table_RM=block_table_RM,
             seq_lens_R=seq_lens_R,
             slot_mapping_R=slot_mapping_R,
-            scale=scale,
+            rule=rule,
             out_RHD=out_RHD,
         )
         self._launcher.run(kernel, num_threads, num_items, (num_threads, *arguments))
@@ -116,10 +124,13 @@ class PagedDecode:
         block_table_RM: torch.Tensor,
         seq_lens_R: torch.Tensor,
         slot_mapping_R: torch.Tensor,
-        scale: float,
+        rule: AttentionTerms,
         out_RHD: torch.Tensor,
     ) -> tuple[int, ...]:
-        """Of the kernel, after the number of threads; an item is a KV head of a row."""
+        """Of the kernel, after the number of threads; an item is a KV head of a row.
+
+        The rule's sinks must outlive the arguments' use.
+        """
         q_RHD, k_RKD, v_RKD = qkv
         num_bytes = q_RHD.element_size()
         stride_block, stride_head, stride_token, _ = kv_cache.stride()
@@ -141,7 +152,9 @@ class PagedDecode:
             block_table_RM.data_ptr(),
             seq_lens_R.data_ptr(),
             slot_mapping_R.data_ptr(),
-            float_bits(scale),
+            *_unpack_word(_pack_floats(rule.scale, rule.soft_cap or 0.0)),
+            (rule.window or _NO_LIMIT) | (rule.chunk or _NO_LIMIT) << 32,
+            0 if rule.sinks_H is None else rule.sinks_H.data_ptr(),
         )
 
 
@@ -151,26 +164,19 @@ def decode_oracle(
     *,
     block_table_RM: torch.Tensor,
     seq_lens_R: torch.Tensor,
-    scale: float,
+    rule: AttentionTerms,
 ) -> torch.Tensor:
-    """[R, H, D] in plain torch, the new tokens already in their pages; every row is padded to the longest."""
-    head_dim, block_size = q_RHD.shape[2], kv_cache.shape[2]
-    num_columns = -(-int(seq_lens_R.max()) // block_size)
-    in_use_RM = torch.arange(num_columns) * block_size < seq_lens_R[:, None]
-    blocks_RM = block_table_RM[:, :num_columns].where(in_use_RM, 0)
+    """[R, H, D] in plain torch, the new tokens already in their pages; every row is padded to the longest reach."""
+    block_size = kv_cache.shape[2]
+    last_R = seq_lens_R.long() - 1
+    first_R = first_keys(rule, last_R) // block_size  # columns
+    num_columns = int((last_R // block_size - first_R).max()) + 1
+    columns_RM = first_R[:, None] + torch.arange(num_columns)
+    in_use_RM = columns_RM * block_size <= last_R[:, None]
+    blocks_RM = block_table_RM.gather(1, columns_RM.where(in_use_RM, 0)).where(in_use_RM, 0)
     kv_RKSC = kv_cache[blocks_RM].transpose(1, 2).flatten(2, 3)
-    visible_RS = torch.arange(kv_RKSC.shape[2]) < seq_lens_R[:, None]
-    # a masked weight of 0 times an undefined inf or NaN of an unwritten slot would still be NaN
-    kv_RKSC = kv_RKSC.masked_fill(~visible_RS[:, None, :, None], 0)
-    out_RH1D = functional.scaled_dot_product_attention(
-        q_RHD[:, :, None],
-        kv_RKSC[..., :head_dim],
-        kv_RKSC[..., head_dim:],
-        attn_mask=visible_RS[:, None, None],
-        scale=scale,
-        enable_gqa=True,
-    )
-    return out_RH1D[:, :, 0]
+    keys_RS = (columns_RM[..., None] * block_size + torch.arange(block_size)).flatten(1)
+    return attend_dense(q_RHD[:, None], kv_RKSC, seen_keys(rule, last_R[:, None], keys_RS), rule)[:, 0]
 
 
 def compile_paged_decode(element: Element, head_dim: int, group_size: int) -> Any:
@@ -206,12 +212,21 @@ def compile_paged_decode(element: Element, head_dim: int, group_size: int) -> An
                     page = base + load_i32(table, column) * stride_block
 
     @jit
-    def score(weights: int, queries: int, addresses: int, upcoming: int, partial: int, num_valid: int) -> None:
+    def first_read(limits: Any, seq_len: int) -> int:
+        """The first token in reach of a row's last."""
+        window, stretch = limits
+        return max(0, seq_len - window, (seq_len - 1) // stretch * stretch)
+
+    @jit
+    def score(weights: int, queries: int, tokens: Any, partial: int, num_valid: int, soft_cap: Any) -> None:
         """Scores of a chunk's tokens into weights [G, CHUNK], -inf beyond num_valid up to whole tiles."""
+        addresses, upcoming = tokens
         for tile in range(0, num_valid, LANES):
             score_tile(queries, addresses + tile * 8, upcoming + tile * 8, partial)
             for head in range(group_size):
                 scores = sum_rows(partial + head * LANES * LANES * FLOAT_BYTES)
+                if soft_cap > 0:
+                    scores = cap_scores(scores, soft_cap)
                 store_f32(weights, head * CHUNK + tile, keep_lanes(scores, num_valid - tile, no_score))
 
     @jit
@@ -261,7 +276,9 @@ def compile_paged_decode(element: Element, head_dim: int, group_size: int) -> An
             load_i64(arguments, 16),
         )
         table, seq_lens, slots = load_i64(arguments, 17), load_i64(arguments, 18), load_i64(arguments, 19)
-        scale = splat(load_scalar(arguments, 2 * 20))
+        scale, soft_cap = splat(load_scalar(arguments, 2 * 20)), load_scalar(arguments, 2 * 20 + 1)  # 0: no cap
+        limits = (load_i32(arguments, 2 * 21), load_i32(arguments, 2 * 21 + 1))  # window, chunk
+        sinks = load_i64(arguments, 22)  # float32 [H], 0: none
 
         row = index // num_kv_heads
         kv_head = index - row * num_kv_heads
@@ -286,14 +303,19 @@ def compile_paged_decode(element: Element, head_dim: int, group_size: int) -> An
                 store_f32(queries, position + LANES, multiply(load_odd(source, position), scale))
             for position in range(first + paired, first + head_dim, LANES):
                 store_f32(queries, position, multiply(load(source, position), scale))
-            store_scalar(maxima, head, no_score)
-            store_f32(sums, head * LANES, splat(np.float32(0.0)))
+            if sinks != 0:  # a token whose exponential is 1 at the first maximum, in one of the partial sums
+                store_scalar(maxima, head, load_scalar(sinks, kv_head * group_size + head))
+                store_f32(sums, head * LANES, keep_lanes(splat(np.float32(1.0)), 1, np.float32(0.0)))
+            else:
+                store_scalar(maxima, head, no_score)
+                store_f32(sums, head * LANES, splat(np.float32(0.0)))
 
         row_table = table + row * table_stride * 4
         seq_len = load_i32(seq_lens, row)
         strides = (stride_block, stride_token, block_size)
-        locate(addresses, row_table, base, 0, seq_len, strides)
-        for start in range(0, seq_len, CHUNK):
+        first_token = first_read(limits, seq_len)
+        locate(addresses, row_table, base, first_token, seq_len, strides)
+        for start in range(first_token, seq_len, CHUNK):
             if start + CHUNK < seq_len:
                 locate(upcoming, row_table, base, start + CHUNK, seq_len, strides)
             else:  # most likely what this thread takes next
@@ -301,9 +323,10 @@ def compile_paged_decode(element: Element, head_dim: int, group_size: int) -> An
                 guess_row = guess // num_kv_heads
                 guess_table = table + guess_row * table_stride * 4
                 guess_base = cache + (guess - guess_row * num_kv_heads) * stride_head
-                locate(upcoming, guess_table, guess_base, 0, load_i32(seq_lens, guess_row), strides)
+                guess_len = load_i32(seq_lens, guess_row)
+                locate(upcoming, guess_table, guess_base, first_read(limits, guess_len), guess_len, strides)
             num_valid = min(CHUNK, seq_len - start)
-            score(weights, queries, addresses, upcoming, partial, num_valid)
+            score(weights, queries, (addresses, upcoming), partial, num_valid, soft_cap)
             soften(weights, totals, maxima, sums, num_valid)
             weigh_values(totals, addresses, upcoming, weights, num_valid)
             addresses, upcoming = upcoming, addresses

@@ -29,6 +29,7 @@ from numba.core import cgutils
 
 from blockferry.kernels import cpu_amx as amx
 from blockferry.kernels import cpu_emit as emit
+from blockferry.kernels.attention_terms import AttentionTerms
 from blockferry.kernels.cpu_amx import TILE_INPUTS, TILE_ROWS
 from blockferry.kernels.cpu_emit import I32, I32_LANES, LANES, Element, word
 from blockferry.kernels.cpu_launch import CompiledKernel, Launcher, compile_kernel, float_bits
@@ -69,8 +70,10 @@ class PagedPrefill:
         self._kernels: dict[int, tuple[CompiledKernel, CompiledKernel]] = {}
         self._configuration = amx.make_configuration(dict.fromkeys(range(8), TILE_ROWS))
 
-    def accepts(self, q_QHD: torch.Tensor, kv_cache: torch.Tensor) -> bool:
+    def accepts(self, q_QHD: torch.Tensor, kv_cache: torch.Tensor, rule: AttentionTerms) -> bool:
         """Whether the kernels can do it."""
+        if not (rule.window is rule.chunk is rule.soft_cap is rule.sinks_H is None):
+            return False
         is_bfloat16 = q_QHD.dtype == kv_cache.dtype == torch.bfloat16
         return is_bfloat16 and q_QHD.shape[2] % TILE_INPUTS == 0 and has_dense_heads(q_QHD) and amx.has_amx()
 

@@ -1,7 +1,7 @@
 """The plain-torch attention backend: what every other backend is tested against. Exact and simple, not fast.
 
 Owns nothing. Gathers each row's pages, computes the whole score matrix in float32 (float64 for float64 inputs)
-and never reads an entry beyond the row's sequence length.
+and never reads an entry beyond the row's sequence length, nor one that no query of the row reaches.
 
 Legend: T tokens of the step, Q tokens of one row in this step, S tokens of one row in all, H query heads, K kv heads,
 G query heads per kv head, D head dim, B blocks, N block size.
@@ -28,15 +28,18 @@ class ReferenceAttention(AttentionBackend):
         rule: AttentionRule,
     ) -> torch.Tensor:
         """Returns [T, H, D] in q's dtype; see AttentionBackend. Tokens past num_tokens come back as zeros."""
-        scale = rule.scale
         _write(kv_cache, k_TKD, v_TKD, metadata.slot_mapping_T)
         out_THD = torch.zeros_like(q_THD)
         start = 0
         for row in range(metadata.num_rows):
             query_len, seq_len = metadata.query_lens[row], metadata.seq_lens[row]
-            kv_KSC = _gather(kv_cache, metadata.block_table_RM[row], seq_len)
+            last_Q = torch.arange(seq_len - query_len, seq_len, device=q_THD.device)
+            first_Q = _first_keys(rule, last_Q)
+            keys_S = torch.arange(int(first_Q[0]), seq_len, device=q_THD.device)
+            kv_KSC = _gather(kv_cache, metadata.block_table_RM[row], keys_S)
+            seen_QS = (keys_S >= first_Q[:, None]) & (keys_S <= last_Q[:, None])
             rows = slice(start, start + query_len)
-            out_THD[rows] = _attend(q_THD[rows], kv_KSC, scale)
+            out_THD[rows] = _attend(q_THD[rows], kv_KSC, seen_QS, rule)
             start += query_len
         return out_THD
 
@@ -50,22 +53,35 @@ def _write(kv_cache: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, slo
     kv_cache[slots // block_size, :, slots % block_size] = kv_TKC.to(kv_cache.dtype)
 
 
-def _gather(kv_cache: torch.Tensor, blocks_M: torch.Tensor, seq_len: int) -> torch.Tensor:
-    """[K, S, 2*D]: the first seq_len tokens of one row, copied out of its pages."""
+def _first_keys(rule: AttentionRule, last_Q: torch.Tensor) -> torch.Tensor:
+    """[Q]: the first position that each query reads; last_Q is the query's own. Never falls from query to query."""
+    first_Q = torch.zeros_like(last_Q)
+    if rule.window is not None:
+        first_Q = torch.maximum(first_Q, last_Q - rule.window + 1)
+    if rule.chunk is not None:
+        first_Q = torch.maximum(first_Q, last_Q - last_Q % rule.chunk)
+    return first_Q
+
+
+def _gather(kv_cache: torch.Tensor, blocks_M: torch.Tensor, keys_S: torch.Tensor) -> torch.Tensor:
+    """[K, S, 2*D]: one row's tokens at the given positions, copied out of its pages."""
     block_size = kv_cache.shape[2]
-    blocks = blocks_M[: -(-seq_len // block_size)].long()
-    return kv_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :seq_len]
+    return kv_cache[blocks_M[keys_S // block_size].long(), :, keys_S % block_size].transpose(0, 1)
 
 
-def _attend(q_QHD: torch.Tensor, kv_KSC: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal softmax attention of one row whose Q queries are its last Q tokens."""
+def _attend(q_QHD: torch.Tensor, kv_KSC: torch.Tensor, seen_QS: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+    """Softmax attention of one row's queries over the keys that each of them sees."""
     num_queries, num_heads, head_dim = q_QHD.shape
-    num_kv_heads, seq_len, _ = kv_KSC.shape
+    num_kv_heads, num_keys, _ = kv_KSC.shape
     dtype = torch.promote_types(q_QHD.dtype, torch.float32)
     k_KSD, v_KSD = kv_KSC.to(dtype).chunk(2, dim=-1)
     q_QKGD = q_QHD.to(dtype).reshape(num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    scores = torch.einsum("qkgd,ksd->kgqs", q_QKGD, k_KSD) * scale
-    last_Q = torch.arange(seq_len - num_queries, seq_len, device=q_QHD.device)
-    hidden_QS = torch.arange(seq_len, device=q_QHD.device) > last_Q[:, None]
-    weights = scores.masked_fill(hidden_QS, -torch.inf).softmax(dim=-1)
-    return torch.einsum("kgqs,ksd->qkgd", weights, v_KSD).flatten(1, 2).to(q_QHD.dtype)
+    scores_KGQS = torch.einsum("qkgd,ksd->kgqs", q_QKGD, k_KSD) * rule.scale
+    if rule.soft_cap is not None:
+        scores_KGQS = rule.soft_cap * torch.tanh(scores_KGQS / rule.soft_cap)
+    scores_KGQS = scores_KGQS.masked_fill(~seen_QS, -torch.inf)
+    if rule.sinks_H is not None:  # one key more, whose value is zero
+        sinks_KG11 = rule.sinks_H.to(dtype).view(num_kv_heads, -1, 1, 1)
+        scores_KGQS = torch.cat([scores_KGQS, sinks_KG11.expand(-1, -1, num_queries, 1)], dim=-1)
+    weights_KGQS = scores_KGQS.softmax(dim=-1)[..., :num_keys]
+    return torch.einsum("kgqs,ksd->qkgd", weights_KGQS, v_KSD).flatten(1, 2).to(q_QHD.dtype)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from blockferry.engine.attention.base import AttentionMetadata
+from blockferry.engine.attention.base import AttentionMetadata, AttentionRule
 from blockferry.engine.config import cache_dir
 from blockferry.engine.models.cpu_linear import CpuLinear
 from blockferry.engine.models.llama import DecoderLayer
@@ -163,7 +163,7 @@ class _Recorder:
             block_table_RM=buffers.table_RM,
             seq_lens_R=buffers.seq_lens_R,
             slot_mapping_R=buffers.slots_R,
-            scale=config.head_dim**-0.5,
+            rule=AttentionRule(scale=config.head_dim**-0.5),
             out_RHD=buffers.attended_RHD,
         )
         self.kernels.append(
