@@ -6,8 +6,8 @@
         |                                                                                       |
         +-- shared expert (a dense layer's shard), optionally times sigmoid(gate x) ------------+
 
-Every rank routes all tokens, alike, and computes the pairs of its own experts; the caller sums over the ranks. Weights
-are owned by the objects built from them; nothing here reads files or communicates.
+Every rank routes all tokens, alike, and computes the pairs of its own experts. Weights are owned by the objects built
+from them; moe_weights.py reads them, routing.py chooses the experts.
 
 Legend: T tokens, K experts chosen per token, X this rank's experts, X1 = X + 1, M pairs of a token and one of its
 experts, sorted by expert, E hidden, F feed-forward size of an expert, G = 2F: gates, then ups, I in, O out features.
@@ -17,21 +17,20 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch.nn import functional
 
+from blockferry.engine.models.decoder import Build
 from blockferry.engine.models.layers import Linear, make_linear
-from blockferry.engine.models.moe_weights import ExpertWeights
+from blockferry.engine.models.moe_weights import ExpertNames, ExpertShapes, ExpertWeights, read_experts
 from blockferry.engine.models.routing import Route, Routing
-from blockferry.engine.models.sharding import Span
+from blockferry.engine.models.sharding import Span, split_evenly
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 """Gates and ups [M, G] -> [M, F]."""
-Transform = Callable[[torch.Tensor], torch.Tensor]
-"""Hidden states [T, E] -> [T, any]."""
 
 
 def gated_silu(gate_up_MG: torch.Tensor) -> torch.Tensor:
@@ -174,29 +173,90 @@ class Experts:
         return y_TKE.sum(dim=1, dtype=torch.float32).to(x_TE.dtype)
 
 
+class SharedExpert(Protocol):
+    """A feed-forward layer that every token passes, sharded by features; blocks.GatedMlp is one."""
+
+    @property
+    def linears(self) -> Sequence[Linear]:
+        """Its linear layers."""
+
+    def partial(self, x_TE: torch.Tensor) -> torch.Tensor:
+        """This rank's summand [T, E]."""
+
+
 class GatedSharedExpert:
     """A shared expert whose output is multiplied with sigmoid(gate x), one number per token (Qwen3-Next)."""
 
-    def __init__(self, expert: Transform, gate: Linear) -> None:
+    def __init__(self, expert: SharedExpert, gate: Linear) -> None:
         self._expert = expert
         self._gate = gate
 
-    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
-        """This rank's summand [T, E]."""
-        return torch.sigmoid(self._gate(x_TE)) * self._expert(x_TE)
+    @property
+    def linears(self) -> Sequence[Linear]:
+        """See SharedExpert."""
+        return [*self._expert.linears, self._gate]
+
+    def partial(self, x_TE: torch.Tensor) -> torch.Tensor:
+        """See SharedExpert."""
+        return torch.sigmoid(self._gate(x_TE)) * self._expert.partial(x_TE)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SparseParts:
+    """What one layer's feed-forward part consists of on one rank."""
+
+    router: Linear  # of all experts, alike on all ranks; computes in its own dtype
+    route: Route
+    experts: Experts
+    shared: SharedExpert | None = None
 
 
 class SparseMlp:
-    """The feed-forward part of a layer: a router with its experts, and a shared expert where there is one."""
+    """A router with its experts, and a shared expert where there is one: the blocks.FeedForward of sparse layers."""
 
-    def __init__(self, *, router: Transform, route: Route, experts: Experts, shared: Transform | None = None) -> None:
-        """`router` returns the logits of all experts; `shared` this rank's summand of the shared expert."""
-        self._router = router
-        self._route = route
-        self._experts = experts
-        self._shared = shared
+    def __init__(self, build: Build, parts: SparseParts) -> None:
+        self._parts = parts
+        self._reduce = build.communicator.all_reduce
+
+    @property
+    def linears(self) -> Sequence[Linear]:
+        """See FeedForward: the layers that every token passes, which routed experts are not."""
+        parts = self._parts
+        return [parts.router] if parts.shared is None else [parts.router, *parts.shared.linears]
+
+    def partial(self, x_TE: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the sum."""
+        parts = self._parts
+        routing = parts.route(parts.router(x_TE.to(parts.router.dtype)))
+        y_TE = parts.experts(x_TE, routing)
+        return y_TE if parts.shared is None else y_TE + parts.shared.partial(x_TE)
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
-        """This rank's summand [T, E]; the caller sums over the ranks."""
-        y_TE = self._experts(x_TE, self._route(self._router(x_TE)))
-        return y_TE if self._shared is None else y_TE + self._shared(x_TE)
+        """See FeedForward."""
+        return self._reduce(self.partial(x_TE))
+
+
+def read_routed_experts(
+    build: Build,
+    names: ExpertNames,
+    shapes: ExpertShapes,
+    *,
+    activation: Activation | None = None,
+    weighting: Weighting = Weighting.OUTPUT,
+) -> Experts:
+    """This rank's experts of one layer; the activation is silu(gate) * up by default. Raises ModelLoadError."""
+    span = split_evenly(shapes.num_experts, build.place.tp_rank, build.place.tp_size)
+    weights = read_experts(build.weights.checkpoint, names, shapes, span, build.weights.placement)
+    return Experts(
+        weights,
+        num_experts=shapes.num_experts,
+        activation=activation or build.ops.silu_and_mul,
+        weighting=weighting,
+    )
+
+
+def read_float_router(build: Build, name: str, shape: tuple[int, int]) -> Linear:
+    """A router [X, E] that computes in float32 whatever the model's dtype (DeepSeek-V3). Raises ModelLoadError."""
+    weight_XE = torch.empty(shape, dtype=torch.float32, device=build.weights.placement.device)
+    build.weights.checkpoint.read_into(weight_XE, f"{name}.weight", shape)
+    return make_linear(weight_XE)

@@ -86,7 +86,7 @@ def _top_probabilities(logits_TX: torch.Tensor, num_chosen: int) -> tuple[torch.
 
 def _in_best_groups(choice_TX: torch.Tensor, limits: GroupLimits) -> torch.Tensor:
     """Per token and expert, bool [T, X]: is the expert's group among the chosen ones?"""
-    choice_TGX = choice_TX.unflatten(1, (limits.num_groups, -1))
+    choice_TGX = choice_TX.view(len(choice_TX), limits.num_groups, choice_TX.shape[1] // limits.num_groups)
     score_TG = choice_TGX.topk(2, dim=-1).values.sum(dim=-1)
     best = torch.topk(score_TG, limits.num_chosen_groups, dim=-1, sorted=False).indices
     is_best_TG = torch.zeros_like(score_TG, dtype=torch.bool).scatter_(1, best, value=True)

@@ -14,19 +14,24 @@ from typing import Any
 import torch
 import transformers
 
-from blockferry.engine.models.layers import DenseLinear
+from blockferry.engine.kv.model_config import ModelConfig
+from blockferry.engine.models.config import read_header
+from blockferry.engine.models.decoder import Build, stage_shard
+from blockferry.engine.models.layers import DenseLinear, Linear
 from blockferry.engine.models.loader import Checkpoint
 from blockferry.engine.models.moe import (
     Activation,
     ClampedSwiglu,
-    Experts,
     GatedSharedExpert,
+    SharedExpert,
     SparseMlp,
-    Transform,
+    SparseParts,
     Weighting,
     gated_silu,
+    read_routed_experts,
 )
-from blockferry.engine.models.moe_weights import ExpertNames, ExpertShapes, StackedLayout, read_experts
+from blockferry.engine.models.moe_weights import ExpertNames, ExpertShapes, StackedLayout
+from blockferry.engine.models.ops import TorchOps
 from blockferry.engine.models.routing import (
     GroupLimits,
     Route,
@@ -36,8 +41,10 @@ from blockferry.engine.models.routing import (
     top_k_sigmoid,
     top_k_softmax,
 )
-from blockferry.engine.models.sharding import RankPlace, split_evenly
-from blockferry.engine.models.weights import Placement
+from blockferry.engine.models.sharding import RankPlace
+from blockferry.engine.models.torch_state_ops import TorchStateOps
+from blockferry.engine.models.weights import Placement, WeightReader
+from blockferry.engine.worker.parallel import LoneCommunicator
 
 HIDDEN_SIZE, FEED_FORWARD_SIZE, NUM_EXPERTS, NUM_CHOSEN = 32, 20, 8, 3
 SEVERAL_CHOSEN = {"num_experts_per_tok": NUM_CHOSEN}
@@ -158,22 +165,17 @@ class MoeCase:
         answer = self.block(x_TE[None])
         return (answer[0] if isinstance(answer, tuple) else answer).reshape(x_TE.shape)
 
+    def partial(self, x_TE: torch.Tensor, place: RankPlace | None = None) -> torch.Tensor:
+        """What one rank adds, [T, E]."""
+        return self.layer(place).partial(x_TE)
+
     def layer(self, place: RankPlace | None = None) -> SparseMlp:
         """Our layer for one rank; only rank 0 adds the shared expert, which this does not shard."""
-        place = place or RankPlace()
+        place, family = place or RankPlace(), self.family
         parameters = dict(self.block.named_parameters()) | dict(self.block.named_buffers())
-        router = parameters[f"{self.family.router}.weight"].detach()
-        bias = parameters[f"{self.family.router}.bias"].detach() if self.family.has_bias else None
-        return SparseMlp(
-            router=DenseLinear(router, bias),
-            route=self.route(parameters),
-            experts=self.experts(place),
-            shared=self._shared(parameters) if place.tp_rank == 0 else None,
-        )
-
-    def experts(self, place: RankPlace) -> Experts:
-        """One rank's routed experts, read from the checkpoint."""
-        family = self.family
+        router = parameters[f"{family.router}.weight"].detach()
+        bias = parameters[f"{family.router}.bias"].detach() if family.has_bias else None
+        build = make_build(self.folder, place)
         shapes = ExpertShapes(
             num_experts=NUM_EXPERTS,
             hidden_size=HIDDEN_SIZE,
@@ -181,11 +183,14 @@ class MoeCase:
             has_bias=family.has_bias,
         )
         names = ExpertNames(prefix=f"{self.prefix}.experts", stacked=family.stacked)
-        span = split_evenly(NUM_EXPERTS, place.tp_rank, place.tp_size)
-        checkpoint = Checkpoint(self.folder)
-        weights = read_experts(checkpoint, names, shapes, span, float32_placement())
-        checkpoint.close()
-        return Experts(weights, num_experts=NUM_EXPERTS, activation=family.activation, weighting=family.weighting)
+        parts = SparseParts(
+            router=DenseLinear(router, bias),
+            route=self.route(parameters),
+            experts=read_routed_experts(build, names, shapes, activation=family.activation, weighting=family.weighting),
+            shared=self._shared(parameters) if place.tp_rank == 0 else None,
+        )
+        build.weights.checkpoint.close()
+        return SparseMlp(build, parts)
 
     def route(self, parameters: dict[str, torch.Tensor]) -> Route:
         """The family's router function with its options."""
@@ -194,12 +199,43 @@ class MoeCase:
             return functools.partial(self.family.route, bias_X=correction)
         return functools.partial(self.family.route, num_chosen=self.family.num_chosen)
 
-    def _shared(self, parameters: dict[str, torch.Tensor]) -> Transform | None:
+    def _shared(self, parameters: dict[str, torch.Tensor]) -> SharedExpert | None:
         if self.family.shared is None:
             return None
-        expert = self.block.get_submodule(self.family.shared)
+        expert = ReferenceExpert(self.block.get_submodule(self.family.shared))
         gate = parameters.get("shared_expert_gate.weight")
         return expert if gate is None else GatedSharedExpert(expert, DenseLinear(gate.detach(), None))
+
+
+class ReferenceExpert:
+    """transformers' own shared expert."""
+
+    linears: tuple[Linear, ...] = ()
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+
+    @torch.inference_mode()
+    def partial(self, x_TE: torch.Tensor) -> torch.Tensor:
+        """See SharedExpert."""
+        y_TE: torch.Tensor = self._module(x_TE)
+        return y_TE
+
+
+def make_build(folder: Path, place: RankPlace) -> Build:
+    """What a layer is built from, for one rank that sums up by itself."""
+    header = read_header(folder)
+    return Build(
+        header=header,
+        config=ModelConfig(header.values),
+        place=place,
+        shard=stage_shard(header, place),
+        weights=WeightReader(Checkpoint(folder), float32_placement(), adds_row_bias=place.tp_rank == 0),
+        ops=TorchOps(),
+        state_ops=TorchStateOps(),
+        communicator=LoneCommunicator(),
+        reaches={},
+    )
 
 
 def float32_placement() -> Placement:

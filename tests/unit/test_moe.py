@@ -39,23 +39,23 @@ def hidden(num_tokens: int = 37) -> torch.Tensor:
 
 
 def test_layer_computes_what_transformers_computes(case):
-    torch.testing.assert_close(case.layer()(hidden()), case.reference(hidden()), atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(case.partial(hidden()), case.reference(hidden()), atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("tp_size", [2, 3])
 def test_summands_of_all_ranks_add_up_to_the_layer(case, tp_size):
-    summands = [case.layer(RankPlace(tp_rank=rank, tp_size=tp_size))(hidden()) for rank in range(tp_size)]
+    summands = [case.partial(hidden(), RankPlace(tp_rank=rank, tp_size=tp_size)) for rank in range(tp_size)]
     torch.testing.assert_close(sum(summands), case.reference(hidden()), atol=2e-5, rtol=2e-5)
 
 
 def test_token_alone_gets_what_it_gets_in_a_batch(case):
-    layer, x_TE = case.layer(), hidden()
+    layer, x_TE = case.layer().partial, hidden()
     alone = torch.cat([layer(x_TE[token : token + 1]) for token in range(len(x_TE))])
     torch.testing.assert_close(alone, layer(x_TE), atol=2e-5, rtol=2e-5)
 
 
 def test_infinite_token_leaves_the_others_alone(case):
-    layer, x_TE = case.layer(RankPlace(tp_rank=1, tp_size=2)), hidden()
+    layer, x_TE = case.layer(RankPlace(tp_rank=1, tp_size=2)).partial, hidden()
     expected = layer(x_TE)
     x_TE[4] = float("inf")
     keep = torch.arange(len(x_TE)) != 4
@@ -70,7 +70,7 @@ def test_rank_none_of_whose_experts_is_chosen_adds_nothing():
 
 
 def test_no_tokens_give_no_rows(case):
-    assert case.layer()(hidden()[:0]).shape == (0, HIDDEN_SIZE)
+    assert case.partial(hidden()[:0]).shape == (0, HIDDEN_SIZE)
 
 
 def test_result_keeps_the_dtype_of_its_input():
@@ -118,13 +118,13 @@ def test_every_stacked_layout_gives_the_same_matrices(tmp_path, layout, rank):
 
 def test_stacked_rows_are_found_where_a_family_usually_separates(tmp_path):
     case = make_case(tmp_path, "qwen3_moe")
-    expected = case.layer()(hidden())
+    expected = case.partial(hidden())
     tensors = load_file(tmp_path / "model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if ".1.mlp.experts." not in name}
     kept["model.layers.1.mlp.experts.gate_up_proj"] = case.block.experts.gate_up_proj.detach()
     kept["model.layers.1.mlp.experts.down_proj"] = case.block.experts.down_proj.detach()
     save_file(kept, tmp_path / "model.safetensors")
-    torch.testing.assert_close(case.layer()(hidden()), expected)
+    torch.testing.assert_close(case.partial(hidden()), expected)
 
 
 def test_missing_expert_is_named(tmp_path):
