@@ -54,6 +54,20 @@ def _paged(num_heads, num_kv_heads, head_dim, dtype, *, rows=2):
     return q, {"kv_cache": page, "block_table_RM": table, "scale": 0.1}
 
 
+def _launch_latent(modules, num_heads, latent_dim, value_dim, dtype):
+    """Both latent kernels; decode with one split and with several."""
+    q, page = torch.empty(64, num_heads, latent_dim, dtype=dtype), torch.empty(9, 16, latent_dim, dtype=dtype)
+    out, lens = torch.empty(64, num_heads, value_dim, dtype=dtype), torch.ones(2, dtype=torch.int32)
+    rows = {"kv_cache": page, "block_table_RM": torch.zeros(2, 64, dtype=torch.int32), "seq_lens_R": lens}
+    rule = {"scale": 0.1, "window": None}
+    starts = torch.zeros(3, dtype=torch.int32)
+    modules["latent_prefill"].latent_prefill(q, query_start_R1=starts, num_tokens=64, out_THV=out, **rows, **rule)
+    for max_seq_len in (100, 1000):
+        modules["latent_decode"].latent_decode(
+            q[:2], total_seq_len=200, max_seq_len=max_seq_len, out_RHV=out[:2], **rows, **rule
+        )
+
+
 def launch_everything(modules):
     """Call every wrapper with shapes of real models; nothing runs."""
     i32 = torch.int32
@@ -85,6 +99,9 @@ def launch_everything(modules):
     modules["paged_prefill"].paged_prefill(
         q, query_start_R1=torch.zeros(2, dtype=i32), seq_lens_R=one, num_tokens=64, out_THD=q, **paged
     )
+    _launch_latent(modules, 128, 576, 512, torch.bfloat16)  # DeepSeek-V3
+    _launch_latent(modules, 16, 576, 512, torch.bfloat16)  # on 8 GPUs
+    _launch_latent(modules, 16, 576, 512, torch.float32)
     x = torch.empty(64, 4096, dtype=torch.bfloat16)
     modules["rms_norm"].rms_norm(x, x[0], 1e-6)
     modules["rms_norm"].add_rms_norm(x, x, x[0], 1e-6)

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.triton, pytest.mark.slow]
 
 SCRIPT = Path(__file__).parents[1] / "support/compile_kernels.py"
 TARGETS = [("cuda", "80", Target.AMPERE), ("cuda", "90", Target.HOPPER), ("hip", "gfx942", Target.CDNA)]
-ATTENTION = {"paged_decode_kernel", "paged_prefill_kernel"}
+ATTENTION = {"paged_decode_kernel", "paged_prefill_kernel", "latent_decode_kernel", "latent_prefill_kernel"}
 
 
 @functools.cache
