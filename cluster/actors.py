@@ -26,6 +26,7 @@ from blockferry.cluster.scheduler_loop import SchedulerLoop
 from blockferry.cluster.sockets import Endpoints
 from blockferry.cluster.worker_settings import WorkerSettings
 from blockferry.engine.config import ApiConfig, ModelConfig
+from blockferry.engine.kv.instance_plan import InstancePlan
 
 logger = logging.getLogger(__name__)
 
@@ -99,17 +100,17 @@ class WorkerActor:
             probe.bind((address, 0))
             return f"tcp://{address}:{probe.getsockname()[1]}"
 
-    def load(self, init_method: str) -> int:
-        """Load weights; returns the bytes of one block."""
+    def load(self, init_method: str) -> None:
+        """Load weights."""
         interface = interface_of(_address())
         if interface:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-        return self._host.load(init_method=init_method)
+        self._host.load(init_method=init_method)
 
-    def create_pool(self, num_blocks: int) -> bytes:
+    def create_pool(self, plan: InstancePlan) -> bytes:
         """Make the pool; returns its endpoint for peers."""
-        return self._host.create_pool(num_blocks)
+        return self._host.create_pool(plan)
 
     def connect(self, peers: Sequence[bytes]) -> None:
         """Connect to the pools of peer instances."""

@@ -19,11 +19,10 @@ from pathlib import Path
 from blockferry.cluster import run_record
 from blockferry.cluster.checkpoint import ModelNotFetchedError, find_model
 from blockferry.cluster.deployment import Deployment, is_disaggregated, load_deployment
+from blockferry.cluster.instance_plans import plan_of
 from blockferry.cluster.listen import ListenError, bind
-from blockferry.engine.config import CacheConfig, DeploymentConfig, Device, InstanceConfig
+from blockferry.engine.config import DeploymentConfig, Device
 from blockferry.engine.errors import BlockferryError, ConfigError
-from blockferry.engine.models.config import DecoderConfig
-from blockferry.engine.models.sharding import split_heads, split_layers
 
 MIB = 2**20
 PROCESS_BYTES = 400 * MIB  # of a worker with torch, without weights and pool
@@ -157,18 +156,16 @@ def _check_lengths(deployment: Deployment) -> Iterator[Finding]:
     config = deployment.config
     for index, instance in enumerate(config.instances):
         where = f"instances[{index}].cache"
-        num_blocks = pool_blocks(deployment, instance)
-        num_tokens = max(0, num_blocks - 1) * instance.cache.block_size
-        if num_blocks < 2:
-            yield _error(where, f"memory of {instance.cache.memory_bytes} bytes holds {num_blocks} block(s); give more")
-        elif num_tokens < config.model.max_model_len:
+        plan = plan_of(config.model, deployment.header, instance, where=f"instances[{index}]")
+        words = f"{plan.ledger.num_blocks} blocks in {len(plan.ledger.groups)} group(s)"
+        if plan.longest < config.model.max_model_len:
             yield _warning(
                 where,
-                f"{num_blocks} blocks hold {num_tokens} tokens, less than max_model_len={config.model.max_model_len}; "
+                f"{words} cannot hold one sequence of max_model_len={config.model.max_model_len} tokens; "
                 "longer requests will be rejected",
             )
         else:
-            yield _ok(where, f"{num_blocks} blocks of {instance.cache.block_size} tokens hold {num_tokens} tokens")
+            yield _ok(where, f"{words} hold {plan.stages[0].capacity_tokens} tokens")
 
 
 def check_machine(deployment: Deployment) -> Iterator[Finding]:
@@ -179,9 +176,8 @@ def check_machine(deployment: Deployment) -> Iterator[Finding]:
     stored = sum(file.stat().st_size for file in config.model.path.glob("*.safetensors"))
     for instance in config.instances:
         num_ranks = instance.tensor_parallel * instance.pipeline_parallel
-        pools += instance.replicas * sum(
-            pool_blocks(deployment, instance) * one for one in rank_page_bytes(deployment, instance)
-        )
+        plan = plan_of(config.model, deployment.header, instance, where="")
+        pools += instance.replicas * instance.tensor_parallel * sum(stage.pool_bytes for stage in plan.stages)
         weights += instance.replicas * (stored + num_ranks * PROCESS_BYTES)
         num_threads += instance.replicas * num_ranks * instance.num_threads
     yield from _check_threads(num_threads)
@@ -228,35 +224,6 @@ def _check_cluster(config: DeploymentConfig, address: str) -> Iterator[Finding]:
     finally:
         session.close()
     yield _error("ray", shortage) if shortage else _ok("ray", f"{len(nodes)} node(s) have the resources")
-
-
-def rank_page_bytes(deployment: Deployment, instance: InstanceConfig) -> list[int]:
-    """Bytes of one block on every rank of an instance."""
-    decoder, cache = deployment.decoder, instance.cache
-    token_bytes = 2 * decoder.head_dim * deployment.config.model.dtype.num_bytes
-    return [
-        num_layers * num_heads * cache.block_size * token_bytes
-        for num_layers in _layers_per_stage(decoder, instance)
-        for num_heads in _heads_per_rank(decoder, instance)
-    ]
-
-
-def pool_blocks(deployment: Deployment, instance: InstanceConfig) -> int:
-    """Blocks that an instance will have, which its fullest rank decides."""
-    cache: CacheConfig = instance.cache
-    if cache.num_blocks is not None:
-        return cache.num_blocks
-    return min(cache.memory_bytes // one for one in rank_page_bytes(deployment, instance))
-
-
-def _layers_per_stage(decoder: DecoderConfig, instance: InstanceConfig) -> list[int]:
-    num_stages = instance.pipeline_parallel
-    return [len(split_layers(decoder.num_layers, stage, num_stages)) for stage in range(num_stages)]
-
-
-def _heads_per_rank(decoder: DecoderConfig, instance: InstanceConfig) -> list[int]:
-    sizes = {"num_heads": decoder.num_heads, "num_kv_heads": decoder.num_kv_heads, "tp_size": instance.tensor_parallel}
-    return [len(split_heads(**sizes, tp_rank=rank).kv) for rank in range(instance.tensor_parallel)]
 
 
 def _available_bytes() -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from blockferry.cluster.fetch import KNOWN_MODELS, Progress, fetch, is_fetched
 from blockferry.engine.config import DType
 from blockferry.engine.errors import ConfigError, ModelLoadError
-from blockferry.engine.models.config import DecoderConfig, read_config, read_json
+from blockferry.engine.models.config import ModelHeader, read_header, read_json
 
 HUB_HOST = "huggingface.co"
 HUB_TIMEOUT_S = 3.0
@@ -109,10 +109,10 @@ def _require_hub(path: str, name: str) -> None:
         ) from None
 
 
-def read_checkpoint(path: str, folder: Path) -> DecoderConfig:
+def read_checkpoint(path: str, folder: Path) -> ModelHeader:
     """What config.json says. Raises ConfigError for a file that is broken or of an unsupported architecture."""
     try:
-        return read_config(folder)
+        return read_header(folder)
     except ModelLoadError as error:
         raise ConfigError(path, str(error)) from None
 

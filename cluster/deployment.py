@@ -12,6 +12,7 @@ from typing import Protocol
 
 from blockferry.cluster.checkpoint import local_folder, read_checkpoint, resolve_model, stored_dtype
 from blockferry.cluster.fetch import Progress
+from blockferry.cluster.instance_plans import PLANNERS, plan_of
 from blockferry.cluster.yaml_reader import Section, load_yaml
 from blockferry.engine.config import (
     ApiConfig,
@@ -26,8 +27,7 @@ from blockferry.engine.config import (
     SchedulerConfig,
 )
 from blockferry.engine.errors import ConfigError, ModelLoadError
-from blockferry.engine.models.config import DecoderConfig
-from blockferry.engine.models.sharding import split_heads, split_layers
+from blockferry.engine.models.config import ModelHeader
 
 LAYOUTS = ("BHLNC", "BLHNC", "LBHNC", "LBNHC")
 GPU_BLOCK_MULTIPLE = 16  # the attention kernels' key tile
@@ -39,7 +39,7 @@ class Deployment:
     """What a file asks for, and what its checkpoint says."""
 
     config: DeploymentConfig
-    decoder: DecoderConfig
+    header: ModelHeader
 
 
 class Resolver(Protocol):
@@ -73,11 +73,11 @@ def load_deployment(
     root.finish()
     _check_instances(instances, device)
     folder = wanted.find(resolve, file.parent, progress)
-    decoder = read_checkpoint(wanted.key, folder)
-    model = _model(folder, wanted, decoder)
+    header = read_checkpoint(wanted.key, folder)
+    model = _model(folder, wanted, header)
     config = DeploymentConfig(name=name, model=model, instances=instances, connector=connector, api=api, device=device)
-    _check_against_checkpoint(config, decoder)
-    return Deployment(config=config, decoder=decoder)
+    _check_against_checkpoint(config, header)
+    return Deployment(config=config, header=header)
 
 
 def is_disaggregated(config: DeploymentConfig) -> bool:
@@ -128,11 +128,10 @@ class _ModelWishes:
         return resolve(self.key, self.name, base=base, progress=progress)
 
 
-def _model(folder: Path, wanted: _ModelWishes, decoder: DecoderConfig) -> ModelConfig:
-    limit = min(decoder.max_positions, decoder.sliding_window or decoder.max_positions)
-    length = wanted.max_model_len or min(limit, DEFAULT_MAX_MODEL_LEN)
+def _model(folder: Path, wanted: _ModelWishes, header: ModelHeader) -> ModelConfig:
+    length = wanted.max_model_len or min(header.max_positions, DEFAULT_MAX_MODEL_LEN)
     try:
-        decoder.check_length(length)
+        header.check_length(length)
     except ModelLoadError as error:
         raise ConfigError("model.max_model_len", str(error)) from None
     return ModelConfig(
@@ -150,9 +149,10 @@ def _cache(section: Section, base: CacheConfig) -> CacheConfig:
         raise ConfigError(section.at("memory"), "num_blocks and memory both size the pool; keep one of them")
     num_blocks = section.integer("num_blocks", 0, minimum=2) or None
     cache = CacheConfig(
-        block_size=section.integer("block_size", base.block_size, minimum=1, maximum=1024),
+        block_size=section.integer("block_size", base.block_size or 0, minimum=1, maximum=1024) or None,
         num_blocks=num_blocks if section.has("num_blocks") or section.has("memory") else base.num_blocks,
         memory_bytes=section.size("memory", base.memory_bytes),
+        planner=section.choice("planner", base.planner, PLANNERS),
         layout=section.choice("layout", base.layout, LAYOUTS),
         enable_prefix_caching=section.flag("enable_prefix_caching", default=base.enable_prefix_caching),
         watermark=section.number("watermark", base.watermark, minimum=0.0, maximum=0.9),
@@ -261,7 +261,7 @@ def _check_instances(instances: tuple[InstanceConfig, ...], device: Device) -> N
     first = instances[0].cache
     for index, instance in enumerate(instances):
         size = instance.cache.block_size
-        if device is Device.CUDA and size % GPU_BLOCK_MULTIPLE:
+        if device is Device.CUDA and size is not None and size % GPU_BLOCK_MULTIPLE:
             raise ConfigError(
                 f"instances[{index}].cache.block_size",
                 f"{size} is not a multiple of {GPU_BLOCK_MULTIPLE}, the kernel tile; use 16, 32 or 64",
@@ -273,19 +273,6 @@ def _check_instances(instances: tuple[InstanceConfig, ...], device: Device) -> N
             )
 
 
-def _check_against_checkpoint(config: DeploymentConfig, decoder: DecoderConfig) -> None:
+def _check_against_checkpoint(config: DeploymentConfig, header: ModelHeader) -> None:
     for index, instance in enumerate(config.instances):
-        where = f"instances[{index}]"
-        try:
-            split_layers(decoder.num_layers, 0, instance.pipeline_parallel)
-        except ValueError as error:
-            raise ConfigError(f"{where}.pipeline_parallel", str(error)) from None
-        try:
-            split_heads(
-                num_heads=decoder.num_heads,
-                num_kv_heads=decoder.num_kv_heads,
-                tp_rank=0,
-                tp_size=instance.tensor_parallel,
-            )
-        except ValueError as error:
-            raise ConfigError(f"{where}.tensor_parallel", str(error)) from None
+        plan_of(config.model, header, instance, where=f"instances[{index}]")

@@ -21,16 +21,18 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from blockferry.cluster import actors, placement
 from blockferry.cluster.actors import Place
 from blockferry.cluster.deployment import Deployment, is_disaggregated
+from blockferry.cluster.instance_plans import plan_of
 from blockferry.cluster.interrupt import stop_signals
 from blockferry.cluster.launch_progress import Progress, Report
 from blockferry.cluster.placement import PlacedInstance
 from blockferry.cluster.ray_session import NAMESPACE
-from blockferry.cluster.scheduler_host import InstanceSettings, SchedulerSettings, WorkerPlace, ledger_config
+from blockferry.cluster.scheduler_host import InstanceSettings, SchedulerSettings, WorkerPlace
 from blockferry.cluster.sockets import Endpoints
 from blockferry.cluster.worker_settings import WorkerSettings
 from blockferry.connectors.base import TransferMode
 from blockferry.engine.config import DeploymentConfig, Role
-from blockferry.engine.errors import BlockferryError, ConfigError
+from blockferry.engine.errors import BlockferryError
+from blockferry.engine.kv.instance_plan import InstancePlan
 from blockferry.engine.worker.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
@@ -132,9 +134,10 @@ def launch(deployment: Deployment, report: Report, *, with_api: bool) -> Running
             report,
             names=_rank_names(running.instances),
         )
-        num_blocks = _load(running, report)
-        _make_pools(running, num_blocks, report)
-        _start_scheduler(running, deployment, num_blocks, places, report)
+        _load(running, report)
+        plans = plan_instances(deployment, running.instances)
+        _make_pools(running, plans, report)
+        _start_scheduler(running, plans, places, report)
         if with_api:
             _serve_api(running, report)
     except BaseException:
@@ -196,7 +199,6 @@ def _worker_settings(
         max_model_len=config.model.max_model_len,
         max_rows=shape.scheduler.max_num_seqs,
         max_num_batched_tokens=shape.scheduler.max_num_batched_tokens,
-        block_size=shape.cache.block_size,
         layout=shape.cache.layout,
         device=config.device,
         num_threads=shape.num_threads,
@@ -212,8 +214,8 @@ def _worker_settings(
     )
 
 
-def _load(running: Running, report: Report) -> dict[str, int]:
-    """Load all weights; returns the blocks of each instance, which its smallest rank decides."""
+def _load(running: Running, report: Report) -> None:
+    """Load all weights."""
     gathering = {
         instance.instance_id: running.workers[instance.instance_id][0].rendezvous.remote()
         for instance in running.instances
@@ -226,34 +228,22 @@ def _load(running: Running, report: Report) -> dict[str, int]:
         for instance in running.instances
         for rank in running.workers[instance.instance_id]
     ]
-    page_bytes = _gather(
-        calls, "loading weights", report, names=_rank_names(running.instances), timeout_s=LOAD_TIMEOUT_S
-    )
-    num_blocks = {}
-    for instance in running.instances:
-        pages, page_bytes = page_bytes[: instance.num_ranks], page_bytes[instance.num_ranks :]
-        num_blocks[instance.instance_id] = count_blocks(instance, pages)
-    return num_blocks
+    _gather(calls, "loading weights", report, names=_rank_names(running.instances), timeout_s=LOAD_TIMEOUT_S)
 
 
-def count_blocks(instance: PlacedInstance, page_bytes: Sequence[int]) -> int:
-    """Blocks of an instance whose ranks hold blocks of page_bytes each. Raises ConfigError for a pool too small."""
-    cache = instance.config.cache
-    if cache.num_blocks is not None:
-        return cache.num_blocks
-    num_blocks = min(cache.memory_bytes // one for one in page_bytes)
-    if num_blocks < 2:
-        raise ConfigError(
-            f"instances[{instance.index}].cache.memory",
-            f"{cache.memory_bytes} bytes hold {num_blocks} block(s) of {max(page_bytes)} bytes; "
-            f"give at least {2 * max(page_bytes)}",
+def plan_instances(deployment: Deployment, instances: Sequence[PlacedInstance]) -> dict[str, InstancePlan]:
+    """What each instance runs on. Raises ConfigError."""
+    return {
+        instance.instance_id: plan_of(
+            deployment.config.model, deployment.header, instance.config, where=f"instances[{instance.index}]"
         )
-    return num_blocks
+        for instance in instances
+    }
 
 
-def _make_pools(running: Running, num_blocks: Mapping[str, int], report: Report) -> None:
+def _make_pools(running: Running, plans: Mapping[str, InstancePlan], report: Report) -> None:
     calls = [
-        rank.create_pool.remote(num_blocks[instance.instance_id])
+        rank.create_pool.remote(plans[instance.instance_id])
         for instance in running.instances
         for rank in running.workers[instance.instance_id]
     ]
@@ -273,7 +263,7 @@ def _make_pools(running: Running, num_blocks: Mapping[str, int], report: Report)
 
 
 def _start_scheduler(
-    running: Running, deployment: Deployment, num_blocks: Mapping[str, int], places: Sequence[Place], report: Report
+    running: Running, plans: Mapping[str, InstancePlan], places: Sequence[Place], report: Report
 ) -> None:
     config = running.config
     here = ray.get_runtime_context().get_node_id()
@@ -286,12 +276,7 @@ def _start_scheduler(
                 instance_id=instance.instance_id,
                 role=instance.config.role,
                 num_ranks=instance.num_ranks,
-                kv=ledger_config(
-                    deployment.decoder,
-                    instance.config.cache,
-                    num_blocks=num_blocks[instance.instance_id],
-                    dtype_bytes=config.model.dtype.num_bytes,
-                ),
+                kv=plans[instance.instance_id].ledger,
                 cache=instance.config.cache,
                 scheduler=instance.config.scheduler,
             )

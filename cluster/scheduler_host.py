@@ -14,9 +14,7 @@ from blockferry.connectors.pd_scheduler import PdScheduler
 from blockferry.engine.config import CacheConfig, ConnectorConfig, Role, SchedulerConfig
 from blockferry.engine.kv.assembly import LedgerOptions
 from blockferry.engine.kv.manager import KVCacheManager
-from blockferry.engine.kv.reach import KVContent
-from blockferry.engine.kv.spec import AttentionSpec, KVCacheConfig, KVCacheGroup
-from blockferry.engine.models.config import DecoderConfig
+from blockferry.engine.kv.spec import KVCacheConfig
 from blockferry.engine.rows import RowTable
 from blockferry.engine.scheduler.central import CentralScheduler
 from blockferry.engine.scheduler.instance import Instance
@@ -68,14 +66,6 @@ class SchedulerSettings:
         }
 
 
-def ledger_config(decoder: DecoderConfig, cache: CacheConfig, *, num_blocks: int, dtype_bytes: int) -> KVCacheConfig:
-    """The ledger's view of an instance's pools: one group of all layers, whatever ranks hold which."""
-    content = KVContent(num_kv_heads=decoder.num_kv_heads, head_dim=decoder.head_dim, dtype_bytes=dtype_bytes)
-    spec = AttentionSpec(block_size=cache.block_size, content=content)
-    group = KVCacheGroup(layer_ids=tuple(range(decoder.num_layers)), spec=spec)
-    return KVCacheConfig(num_blocks=num_blocks, groups=(group,), hash_block_size=cache.block_size)
-
-
 def build_loop(settings: SchedulerSettings, *, bind_host: str) -> SchedulerLoop:
     """The whole scheduler of a deployment, with its sockets bound and not running yet."""
     connector = None
@@ -102,7 +92,11 @@ def _instance(settings: InstanceSettings, max_model_len: int) -> Instance:
     kv = KVCacheManager(
         settings.kv,
         rows,
-        options=LedgerOptions(enable_caching=settings.cache.enable_prefix_caching, watermark=settings.cache.watermark),
+        options=LedgerOptions(
+            enable_caching=settings.cache.enable_prefix_caching,
+            watermark=settings.cache.watermark,
+            max_in_flight_tokens=settings.scheduler.max_num_batched_tokens * settings.scheduler.num_steps_in_flight,
+        ),
     )
     return Instance(
         settings.instance_id,

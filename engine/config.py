@@ -56,9 +56,10 @@ class ModelConfig:
 class CacheConfig:
     """The block pool of every instance."""
 
-    block_size: int = 16
+    block_size: int | None = None  # tokens; None: 16, or what the planner finds best
     num_blocks: int | None = None  # exactly this many; else memory_bytes decides
     memory_bytes: int = 1 << 30  # per rank
+    planner: str = "auto"  # or uniform, slab, unified
     layout: str = "BHLNC"
     enable_prefix_caching: bool = True
     watermark: float = 0.01

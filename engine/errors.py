@@ -39,6 +39,7 @@ class ConfigError(BlockferryError, ValueError):
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(f"{path}: {reason}" if path else reason)
         self.path = path
+        self.reason = reason
 
 
 class UnplannableLayers(ConfigError):

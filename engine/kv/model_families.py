@@ -20,7 +20,7 @@ from blockferry.engine.kv.model_states import (
     short_conv_state,
 )
 from blockferry.engine.kv.reach import KVContent, LatentContent
-from blockferry.engine.models.sharding import split_heads
+from blockferry.engine.models.sharding import Span, split_heads
 
 
 class LayerType(enum.Enum):
@@ -44,6 +44,7 @@ class ContentOptions:
     is_fp8_ds_mla: bool = False
 
 
+_HEAD_NAMES = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 TypeReader = Callable[[ModelConfig], list[LayerType]]
 ContentReader = Callable[[ModelConfig, ContentOptions], Sequence[KVContent | LatentContent]]
 
@@ -120,18 +121,24 @@ def kv_contents(config: ModelConfig, options: ContentOptions) -> Sequence[KVCont
         raise ConfigError(
             "kv-dtype", "fp8_ds_mla is a record of latent attention, which this model does not have; use fp8"
         )
-    heads = config.integer("num_attention_heads", "n_head", "num_heads", "n_heads")
-    kv_heads = _num_kv_heads(config, heads)
-    if heads % kv_heads:
-        raise ConfigError("config.json", f"{heads} attention heads cannot share {kv_heads} KV heads evenly")
+    heads = config.integer(*_HEAD_NAMES)
     head_dim = config.find_integer("head_dim", "attention_head_dim", "kv_channels")
     if head_dim is None:
         head_dim = split_hidden(config.integer("hidden_size", "n_embd", "d_model"), heads)
+    num_kv_heads = len(kv_head_span(config, tp_rank=0, tp_size=options.tp_size))
+    return [KVContent(num_kv_heads=num_kv_heads, head_dim=head_dim, dtype_bytes=options.dtype_bytes)]
+
+
+def kv_head_span(config: ModelConfig, *, tp_rank: int, tp_size: int) -> Span:
+    """The KV heads of one rank; rank 0 has most. Raises ConfigError."""
+    heads = config.integer(*_HEAD_NAMES)
+    kv_heads = _num_kv_heads(config, heads)
+    if heads % kv_heads:
+        raise ConfigError("config.json", f"{heads} attention heads cannot share {kv_heads} KV heads evenly")
     try:
-        split = split_heads(num_heads=heads, num_kv_heads=kv_heads, tp_rank=0, tp_size=options.tp_size)
+        return split_heads(num_heads=heads, num_kv_heads=kv_heads, tp_rank=tp_rank, tp_size=tp_size).kv
     except ValueError as error:
         raise ConfigError("tp", str(error)) from None
-    return [KVContent(num_kv_heads=len(split.kv), head_dim=head_dim, dtype_bytes=options.dtype_bytes)]
 
 
 def split_hidden(hidden: int, heads: int) -> int:

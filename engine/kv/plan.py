@@ -31,7 +31,7 @@ class PlanRequest:
     layers: tuple[LayerSpec, ...]  # by layer number
     limits: SequenceLimits
     memory_bytes: int  # for the whole pool, null block included
-    layout: str = "BLHNC"  # axes, outermost first; see engine/worker/kv_cache.py
+    layout: str = "BLHNC"  # axes, outermost first; see plan_layout.py
     draft_layer_ids: frozenset[int] = frozenset()  # layers of a draft model
 
 

@@ -16,8 +16,8 @@ import torch
 from blockferry.engine.attention.base import AttentionMetadata, AttentionRule
 from blockferry.engine.config import cache_dir
 from blockferry.engine.models.cpu_linear import CpuLinear
-from blockferry.engine.models.llama import DecoderLayer
-from blockferry.engine.models.registry import CausalModel
+from blockferry.engine.models.decoder import Decoder
+from blockferry.engine.models.tape_source import DenseLayer, TapeSource
 from blockferry.kernels.cpu_emit import LANES, Element
 from blockferry.kernels.cpu_launch import KernelStore, Launcher, kernel_store
 from blockferry.kernels.cpu_linear import MAX_FEW_ROWS
@@ -33,14 +33,14 @@ MAX_ROWS = MAX_FEW_ROWS
 class TapedDecode:
     """The layers of one model over one pool. Called by one thread."""
 
-    def __init__(self, model: CausalModel, pages: Sequence[torch.Tensor]) -> None:
+    def __init__(self, model: Decoder, pages: Sequence[torch.Tensor]) -> None:
         """`pages` are the layers' [B, K, N, 2*D] views. Raises ValueError for a model that can_tape() refuses."""
-        if not can_tape(model, pages):
+        if model.tape_source is None or not can_tape(model, pages):
             raise ValueError("the model cannot be taped; see can_tape()")
-        store = kernel_store(cache_dir() / "kernels")
-        self._buffers = _Buffers(model, block_size=pages[0].shape[2])
-        recorder = _Recorder(model, self._buffers, store)
-        for layer, layer_pages in zip(model.layers, pages):
+        store, source = kernel_store(cache_dir() / "kernels"), model.tape_source
+        self._buffers = _Buffers(source, block_size=pages[0].shape[2])
+        recorder = _Recorder(source, self._buffers, store)
+        for layer, layer_pages in zip(source.layers, pages):
             recorder.record_layer(layer, layer_pages)
         self._tape = Tape(recorder.kernels, store)
 
@@ -62,48 +62,47 @@ class TapedDecode:
         return buffers.residual_RE[:num_rows] + buffers.x_RE[:num_rows]
 
 
-def can_tape(model: CausalModel, pages: Sequence[torch.Tensor]) -> bool:
+def can_tape(model: Decoder, pages: Sequence[torch.Tensor]) -> bool:
     """Whether every layer's kernels can run from memory alone: tiled bfloat16 layers, heads of whole vectors."""
-    linears = all(isinstance(linear, CpuLinear) for linear in model.layer_linears)
-    is_lone = len(model.shard.heads.query) == model.config.num_heads  # no sums over ranks between layers
-    return bool(pages) and linears and is_lone and model.config.head_dim % LANES == 0
+    source = model.tape_source
+    if source is None or not pages:
+        return False
+    return all(isinstance(linear, CpuLinear) for linear in model.layer_linears) and source.head_dim % LANES == 0
 
 
 class _Buffers:
     """Memory of a step, reused by every step."""
 
-    def __init__(self, model: CausalModel, *, block_size: int) -> None:
-        config, heads = model.config, model.shard.heads
-        num_heads, num_kv_heads = len(heads.query), len(heads.kv)
-        num_features = len(model.shard.feed_forward)
+    def __init__(self, source: TapeSource, *, block_size: int) -> None:
+        num_heads, num_kv_heads, num_features = source.num_heads, source.num_kv_heads, source.num_features
 
         def make(*shape: int) -> torch.Tensor:
             return torch.zeros((MAX_ROWS, *shape), dtype=torch.bfloat16)
 
-        self.x_RE, self.residual_RE = make(config.hidden_size), make(config.hidden_size)
-        self.qkv_RHD = make(num_heads + 2 * num_kv_heads, config.head_dim)
+        self.x_RE, self.residual_RE = make(source.hidden_size), make(source.hidden_size)
+        self.qkv_RHD = make(num_heads + 2 * num_kv_heads, source.head_dim)
         self.q_RHD, self.k_RKD, self.v_RKD = self.qkv_RHD.split_with_sizes([num_heads, num_kv_heads, num_kv_heads], 1)
-        self.attended_RHD = make(num_heads, config.head_dim)
+        self.attended_RHD = make(num_heads, source.head_dim)
         self.gated_R2F, self.activated_RF = make(2 * num_features), make(num_features)
         self.positions_R = torch.zeros(MAX_ROWS, dtype=torch.int64)
         self.slots_R = torch.zeros(MAX_ROWS, dtype=torch.int64)
         self.seq_lens_R = torch.zeros(MAX_ROWS, dtype=torch.int32)
-        num_columns = -(-len(model.cos_sin) // block_size)
+        num_columns = -(-len(source.cos_sin) // block_size)
         self.table_RM = torch.zeros((MAX_ROWS, num_columns), dtype=torch.int32)
 
 
 class _Recorder:
     """Turns layers into kernels over the buffers."""
 
-    def __init__(self, model: CausalModel, buffers: _Buffers, store: KernelStore) -> None:
+    def __init__(self, source: TapeSource, buffers: _Buffers, store: KernelStore) -> None:
         launcher = Launcher(store)
         self.kernels: list[TapedKernel] = []
-        self._model = model
+        self._source = source
         self._buffers = buffers
         self._norm, self._rotary, self._silu = RmsNorm(launcher), Rotary(launcher), SiluMul(launcher)
         self._decode = PagedDecode(launcher)
 
-    def record_layer(self, layer: DecoderLayer, pages: torch.Tensor) -> None:
+    def record_layer(self, layer: DenseLayer, pages: torch.Tensor) -> None:
         """Append one layer; it begins with x to add to the residual, but for the first one."""
         buffers = self._buffers
         if self.kernels:
@@ -125,14 +124,14 @@ class _Recorder:
         self._linear(layer.down, buffers.activated_RF, buffers.x_RE)
 
     def _add_norm(self, weight_E: torch.Tensor) -> None:
-        buffers, eps = self._buffers, self._model.config.rms_norm_eps
+        buffers, eps = self._buffers, self._source.norm_eps
         kernel = self._norm.prepare_add_norm(Element.BFLOAT16)
         arguments = self._norm.add_norm_arguments(buffers.x_RE, buffers.residual_RE, weight_E, eps)
         self.kernels.append(TapedKernel(kernel=kernel, arguments=arguments, items_per_row=1))
 
     def _heads_norm(self, x_RHD: torch.Tensor, weight_D: torch.Tensor, out_RHD: torch.Tensor) -> None:
         kernel = self._norm.prepare_norm(Element.BFLOAT16)
-        arguments = self._norm.norm_arguments(x_RHD, weight_D, self._model.config.rms_norm_eps, out_RHD)
+        arguments = self._norm.norm_arguments(x_RHD, weight_D, self._source.norm_eps, out_RHD)
         self.kernels.append(TapedKernel(kernel=kernel, arguments=arguments, items_per_row=x_RHD.shape[1]))
 
     def _linear(self, linear: object, x_RE: torch.Tensor, out_RF: torch.Tensor) -> None:
@@ -147,15 +146,15 @@ class _Recorder:
 
     def _rotate(self) -> None:
         buffers = self._buffers
-        arguments = self._rotary.arguments(buffers.q_RHD, buffers.k_RKD, self._model.cos_sin, buffers.positions_R)
+        arguments = self._rotary.arguments(buffers.q_RHD, buffers.k_RKD, self._source.cos_sin, buffers.positions_R)
         kernel = self._rotary.prepare(Element.BFLOAT16)
         self.kernels.append(TapedKernel(kernel=kernel, arguments=arguments, items_per_row=1))
 
     def _attend(self, pages: torch.Tensor) -> None:
-        buffers, config = self._buffers, self._model.config
+        buffers, source = self._buffers, self._source
         num_kv_heads = buffers.k_RKD.shape[1]
         kernel = self._decode.prepare(
-            Element.BFLOAT16, head_dim=config.head_dim, group_size=buffers.q_RHD.shape[1] // num_kv_heads
+            Element.BFLOAT16, head_dim=source.head_dim, group_size=buffers.q_RHD.shape[1] // num_kv_heads
         )
         arguments = self._decode.arguments(
             (buffers.q_RHD, buffers.k_RKD, buffers.v_RKD),
@@ -163,7 +162,7 @@ class _Recorder:
             block_table_RM=buffers.table_RM,
             seq_lens_R=buffers.seq_lens_R,
             slot_mapping_R=buffers.slots_R,
-            rule=AttentionRule(scale=config.head_dim**-0.5),
+            rule=AttentionRule(scale=source.head_dim**-0.5),
             out_RHD=buffers.attended_RHD,
         )
         self.kernels.append(

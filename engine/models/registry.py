@@ -1,63 +1,88 @@
-"""Which class computes which architecture. Owns nothing; the one place a new family is added.
+"""Which family computes which architecture. Owns nothing; the one place a new family is added.
 
 config.py says what a checkpoint is without torch; this module builds the model it describes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
 
-import torch
-
-from blockferry.engine.errors import ModelLoadError
-from blockferry.engine.models.config import DecoderConfig, read_config
-from blockferry.engine.models.layers import Communicator, Linear
-from blockferry.engine.models.llama import Attend, DecoderLayer, LlamaModel, ModelShard, Placement, shard_of
+from blockferry.engine.errors import ConfigError, ModelLoadError
+from blockferry.engine.kv.model_config import ModelConfig
+from blockferry.engine.kv.model_layers import LayerOptions, layers_of
+from blockferry.engine.kv.reach import EncoderReach, Reach
+from blockferry.engine.kv.spec import AttentionSpec
+from blockferry.engine.models.config import ModelHeader, read_header
+from blockferry.engine.models.decoder import Build, Decoder, stage_shard
+from blockferry.engine.models.gpt_oss import build_gpt_oss
+from blockferry.engine.models.gemma import build_gemma
+from blockferry.engine.models.layers import Communicator
+from blockferry.engine.models.llama import build_llama
 from blockferry.engine.models.loader import Checkpoint
 from blockferry.engine.models.ops import LayerOps
+from blockferry.engine.models.qwen3_moe import build_qwen3_moe
 from blockferry.engine.models.sharding import RankPlace
+from blockferry.engine.models.state_ops import StateOps
+from blockferry.engine.models.weights import Placement, WeightReader
+
+FAMILIES: Mapping[str, Callable[[Build], Decoder]] = {
+    "LlamaForCausalLM": build_llama,
+    "MistralForCausalLM": build_llama,
+    "Qwen2ForCausalLM": build_llama,
+    "Qwen3ForCausalLM": build_llama,
+    "Gemma2ForCausalLM": build_gemma,
+    "Gemma3ForCausalLM": build_gemma,
+    "Qwen3MoeForCausalLM": build_qwen3_moe,
+    "GptOssForCausalLM": build_gpt_oss,
+}
 
 
-class CausalModel(Protocol):
-    """What the worker needs of a model; see LlamaModel for shapes."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelParts:
+    """A device's kernels and a rank's peers, which every family is given."""
 
-    config: DecoderConfig
-    shard: ModelShard
-    layers: Sequence[DecoderLayer]  # of this stage
-    cos_sin: torch.Tensor  # float32 [max_model_len, D], see layers.rope_table
-
-    def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
-        """Hidden states of token ids; first stage only."""
-
-    def forward(self, x_TE: torch.Tensor, positions_T: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Run this stage's layers."""
-
-    def logits(self, hidden_SE: torch.Tensor) -> torch.Tensor | None:
-        """Logits on rank 0 of the last stage."""
-
-    @property
-    def layer_linears(self) -> Sequence[Linear]:
-        """Linear layers that every token passes."""
-
-    @property
-    def head(self) -> Linear | None:
-        """The language-model head; last stage only."""
+    ops: LayerOps
+    state_ops: StateOps
+    communicator: Communicator
 
 
-def load_model(
-    path: Path, place: RankPlace, *, placement: Placement, ops: LayerOps, communicator: Communicator
-) -> CausalModel:
+def load_model(path: Path, place: RankPlace, *, placement: Placement, parts: ModelParts) -> Decoder:
     """Read one rank's part of the checkpoint at `path`. Raises ModelLoadError in one line."""
-    config = read_config(path)
-    config.check_length(placement.max_model_len)
+    header = read_header(path)
+    header.check_length(placement.max_model_len)
     try:
-        shard = shard_of(config, place)
-    except ValueError as error:
+        shard = stage_shard(header, place)
+        reaches = _reaches(header, place)
+    except (ValueError, ConfigError) as error:
         raise ModelLoadError(f"{path}: {error}") from error
     checkpoint = Checkpoint(path)
     try:
-        return LlamaModel(config, shard, checkpoint=checkpoint, placement=placement, ops=ops, communicator=communicator)
+        return FAMILIES[header.architecture](
+            Build(
+                header=header,
+                config=ModelConfig(header.values),
+                place=place,
+                shard=shard,
+                weights=WeightReader(checkpoint, placement, adds_row_bias=parts.communicator.rank == 0),
+                ops=parts.ops,
+                state_ops=parts.state_ops,
+                communicator=parts.communicator,
+                reaches=reaches,
+            )
+        )
+    except (ConfigError, KeyError, TypeError, ValueError) as error:
+        raise ModelLoadError(f"{path}: {error}") from error
     finally:
         checkpoint.close()
+
+
+def _reaches(header: ModelHeader, place: RankPlace) -> dict[int, Reach]:
+    """What each layer that attends to its own sequence sees."""
+    model = layers_of(header.values, LayerOptions(tp_size=place.tp_size))
+    return {
+        number: spec.reach
+        for number, spec in zip(model.layer_numbers, model.layers, strict=True)
+        if isinstance(spec, AttentionSpec) and not isinstance(spec.reach, EncoderReach)
+    }

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from blockferry.engine.attention.base import AttentionBackend, AttentionMetadata
+from blockferry.engine.attention.base import AttentionBackend, LatentBackend
 from blockferry.engine.attention.cpu import CpuAttention
+from blockferry.engine.attention.latent import TorchLatentAttention
 from blockferry.engine.config import Device, DType
 from blockferry.engine.models.cpu_decode import TapedDecode, can_tape
 from blockferry.engine.models.cpu_ops import CpuOps
+from blockferry.engine.models.decoder import Decoder
 from blockferry.engine.models.ops import LayerOps
-from blockferry.engine.models.registry import CausalModel
+from blockferry.engine.models.state_ops import StateOps
+from blockferry.engine.models.torch_state_ops import TorchStateOps
 from blockferry.engine.worker.model_runner import LayerByLayer, LayerCompute
+from blockferry.engine.worker.paged_caches import GroupMetadata, PagedCaches
 
 TORCH_DTYPES = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16}
 
@@ -25,6 +31,12 @@ def attention_backend(device: Device) -> AttentionBackend:
     return TritonAttention()
 
 
+def latent_backend(device: Device) -> LatentBackend:
+    """The latent-attention backend of a device."""
+    del device
+    return TorchLatentAttention()
+
+
 def layer_ops(device: Device) -> LayerOps:
     """The layer operations of a device."""
     if device is Device.CPU:
@@ -34,11 +46,16 @@ def layer_ops(device: Device) -> LayerOps:
     return TritonOps()
 
 
-def layer_compute(
-    device: Device, model: CausalModel, attention: AttentionBackend, pages: list[torch.Tensor]
-) -> LayerCompute:
+def state_ops(device: Device) -> StateOps:
+    """The recurrences of a device."""
+    del device
+    return TorchStateOps()
+
+
+def layer_compute(device: Device, model: Decoder, caches: PagedCaches) -> LayerCompute:
     """How a stage's layers are computed: whole decode steps in one call where the CPU can, else layer by layer."""
-    by_layer = LayerByLayer(model, attention, pages)
+    by_layer = LayerByLayer(model, caches)
+    pages = [caches.pages.attention[number].tensors[0] for number in sorted(caches.pages.attention)]
     if device is Device.CPU and can_tape(model, pages):
         return TapedWhereAccepted(TapedDecode(model, pages), by_layer)
     return by_layer
@@ -51,7 +68,9 @@ class TapedWhereAccepted:
         self._taped = taped
         self._otherwise = otherwise
 
-    def forward(self, x_TE: torch.Tensor, positions_T: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+    def forward(self, x_TE: torch.Tensor, positions_T: torch.Tensor, metadata: Sequence[GroupMetadata]) -> torch.Tensor:
         """See LayerCompute."""
-        compute = self._taped if self._taped.accepts(metadata) else self._otherwise
-        return compute.forward(x_TE, positions_T, metadata)
+        attention = metadata[0].attention  # all layers that can be taped are of one group
+        if attention is not None and self._taped.accepts(attention):
+            return self._taped.forward(x_TE, positions_T, attention)
+        return self._otherwise.forward(x_TE, positions_T, metadata)

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 import torch
 
+from blockferry.engine.models.decoder import Decoder
 from blockferry.engine.models.layers import Linear
-from blockferry.engine.models.registry import CausalModel
 
 
 @torch.inference_mode()
-def linear_ceiling(model: CausalModel, *, num_rows: int, repeats: int, num_logit_rows: int | None = None) -> float:
+def linear_ceiling(model: Decoder, *, num_rows: int, repeats: int, num_logit_rows: int | None = None) -> float:
     """Median seconds of one pass of num_rows tokens through all linear layers, on this rank.
 
     num_logit_rows tokens (default all) pass the head: num_rows in decode, the number of sequences in prefill.

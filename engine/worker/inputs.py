@@ -1,4 +1,4 @@
-"""From a plan's rows to the model's inputs: tokens, positions, slots and attention metadata, all vectorised.
+"""From a plan's rows to the model's inputs: tokens, positions, slots, and each group's metadata, all vectorised.
 
 Owns nothing. Reorders rows so that decode rows (one token) come first; `last_token_R` undoes that.
 
@@ -8,16 +8,19 @@ Legend: R rows, T tokens, M blocks of the longest row.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from blockferry.engine.attention.base import AttentionMetadata
 from blockferry.engine.kv.block_table import BlockTable
-from blockferry.engine.request import Int32Array, Int64Array
+from blockferry.engine.models.state_ops import StateMetadata
+from blockferry.engine.request import BoolArray, Int32Array, Int64Array
 from blockferry.engine.rows import RowTable
 from blockferry.engine.wire import StepPlan
 from blockferry.engine.worker.block_table import slot_mapping
+from blockferry.engine.worker.paged_caches import GroupMetadata
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +29,7 @@ class StepInputs:
 
     token_ids_T: torch.Tensor  # int32
     positions_T: torch.Tensor  # int64
-    metadata: tuple[AttentionMetadata, ...]  # per cache group
+    metadata: tuple[GroupMetadata, ...]  # per cache group
     first_token_R: Int64Array  # in plan order: place in T of the row's first token
     last_token_R: Int64Array  # in plan order: place in T of the row's last token
     is_decode_in_order: bool  # every row has one token, and T is in plan order
@@ -37,9 +40,16 @@ class StepInputs:
         return len(self.token_ids_T)
 
 
-def build_inputs(
-    plan: StepPlan, rows: RowTable, tables: list[BlockTable], *, block_size: int, device: torch.device
-) -> StepInputs:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GroupTable:
+    """One cache group's block table and how to read it."""
+
+    table: BlockTable
+    block_size: int  # tokens
+    keeps_states: bool  # a block is the state after its last token that was computed, not the tokens themselves
+
+
+def build_inputs(plan: StepPlan, rows: RowTable, groups: Sequence[GroupTable], *, device: torch.device) -> StepInputs:
     """Inputs of a plan whose rows, tokens and block tables are up to date; at least one row."""
     is_prefill = plan.num_scheduled > 1
     num_decode_rows = len(plan.rows) - int(np.count_nonzero(is_prefill))
@@ -55,13 +65,21 @@ def build_inputs(
     first_R, last_R = np.empty_like(ends_R), np.empty_like(ends_R)
     first_R[order], last_R[order] = starts_R, ends_R - 1
     seq_lens_R = computed_R + scheduled_R
+    query_start_R1 = np.zeros(len(rows_R) + 1, np.int32)
+    query_start_R1[1:] = ends_R
     batch = _Batch(
-        rows_R=rows_R, rows_T=rows_T, positions_T=positions_T, seq_lens_R=seq_lens_R, query_lens_R=scheduled_R
+        num_decode_rows=num_decode_rows,
+        rows_R=rows_R,
+        rows_T=rows_T,
+        positions_T=positions_T,
+        seq_lens_R=seq_lens_R,
+        query_lens_R=scheduled_R,
+        query_start_R1=query_start_R1,
     )
     return StepInputs(
         token_ids_T=_to(rows.token_ids[rows_T, positions_T], device),
         positions_T=_to(positions_T, device),
-        metadata=tuple(_metadata(batch, num_decode_rows, table, block_size, device) for table in tables),
+        metadata=tuple(_metadata(batch, group, device) for group in groups),
         first_token_R=first_R,
         last_token_R=last_R,
         is_decode_in_order=num_decode_rows == len(rows_R),
@@ -72,27 +90,32 @@ def build_inputs(
 class _Batch:
     """Rows in batch order, decode first."""
 
+    num_decode_rows: int
     rows_R: Int32Array
     rows_T: Int32Array
     positions_T: Int64Array
     seq_lens_R: Int32Array
     query_lens_R: Int32Array
+    query_start_R1: Int32Array
 
 
-def _metadata(
-    batch: _Batch, num_decode_rows: int, table: BlockTable, block_size: int, device: torch.device
-) -> AttentionMetadata:
+def _metadata(batch: _Batch, group: GroupTable, device: torch.device) -> GroupMetadata:
+    if group.keeps_states:
+        return GroupMetadata(states=_state_metadata(batch, group, device))
+    return GroupMetadata(attention=_attention_metadata(batch, group, device))
+
+
+def _attention_metadata(batch: _Batch, group: GroupTable, device: torch.device) -> AttentionMetadata:
+    table, block_size = group.table, group.block_size
     max_seq_len = int(batch.seq_lens_R.max())
     num_columns = -(-max_seq_len // block_size)
-    query_start_R1 = np.zeros(len(batch.rows_R) + 1, np.int32)
-    np.cumsum(batch.query_lens_R, out=query_start_R1[1:])
     return AttentionMetadata(
         num_rows=len(batch.rows_R),
-        num_decode_rows=num_decode_rows,
+        num_decode_rows=batch.num_decode_rows,
         num_tokens=len(batch.rows_T),
         max_query_len=int(batch.query_lens_R.max()),
         max_seq_len=max_seq_len,
-        query_start_R1=_to(query_start_R1, device),
+        query_start_R1=_to(batch.query_start_R1, device),
         seq_lens_R=_to(batch.seq_lens_R, device),
         block_table_RM=_to(table.block_ids[batch.rows_R, :num_columns], device),
         slot_mapping_T=_to(slot_mapping(table, batch.rows_T, batch.positions_T, block_size), device),
@@ -101,6 +124,26 @@ def _metadata(
     )
 
 
-def _to(array: Int32Array | Int64Array, device: torch.device) -> torch.Tensor:
+def _state_metadata(batch: _Batch, group: GroupTable, device: torch.device) -> StateMetadata:
+    """A row's state is in the block that its last token falls into; a step moves it to that of its new last token."""
+    before_R = batch.seq_lens_R - batch.query_lens_R
+    is_fresh_R = before_R == 0
+    source_columns_R = np.maximum(before_R - 1, 0) // group.block_size
+    target_columns_R = (batch.seq_lens_R - 1) // group.block_size
+    block_ids = group.table.block_ids
+    return StateMetadata(
+        num_rows=len(batch.rows_R),
+        num_decode_rows=batch.num_decode_rows,
+        num_tokens=len(batch.rows_T),
+        query_start_R1=_to(batch.query_start_R1, device),
+        source_R=_to(block_ids[batch.rows_R, source_columns_R].astype(np.int64), device),
+        target_R=_to(block_ids[batch.rows_R, target_columns_R].astype(np.int64), device),
+        is_fresh_R=_to(is_fresh_R, device),
+        query_lens=batch.query_lens_R.tolist(),
+        is_fresh=is_fresh_R.tolist(),
+    )
+
+
+def _to(array: Int32Array | Int64Array | BoolArray, device: torch.device) -> torch.Tensor:
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.to(device)

@@ -7,31 +7,31 @@ Legend: T tokens, S tokens that want logits, E hidden, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from blockferry.engine.attention.base import AttentionBackend, AttentionMetadata, AttentionRule
-from blockferry.engine.models.registry import CausalModel
+from blockferry.engine.models.decoder import Decoder
+from blockferry.engine.models.step import Step
 from blockferry.engine.request import Int64Array
 from blockferry.engine.worker.inputs import StepInputs
+from blockferry.engine.worker.paged_caches import GroupMetadata, PagedCaches
 from blockferry.engine.worker.parallel import Parallel
 
 
 class LayerCompute(Protocol):
     """The layers of one stage, bound to their pages."""
 
-    def forward(self, x_TE: torch.Tensor, positions_T: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-        """Hidden states [T, E] after the layers."""
+    def forward(self, x_TE: torch.Tensor, positions_T: torch.Tensor, metadata: Sequence[GroupMetadata]) -> torch.Tensor:
+        """Hidden states [T, E] after the layers; metadata per cache group."""
 
 
 class ModelRunner:
     """The model bound to its pages. The worker's model thread calls it."""
 
-    def __init__(
-        self, model: CausalModel, layers: LayerCompute, *, parallel: Parallel, hidden_TE: torch.Tensor
-    ) -> None:
+    def __init__(self, model: Decoder, layers: LayerCompute, *, parallel: Parallel, hidden_TE: torch.Tensor) -> None:
         """`hidden_TE` receives hidden states of an earlier stage: [max_num_batched_tokens, E], the model's dtype."""
         self._model = model
         self._layers = layers
@@ -45,7 +45,7 @@ class ModelRunner:
             x_TE = self._model.embed(inputs.token_ids_T)
         else:
             x_TE = self._parallel.receive_hidden(self._hidden_TE[: inputs.num_tokens])
-        x_TE = self._layers.forward(x_TE, inputs.positions_T, inputs.metadata[0])
+        x_TE = self._layers.forward(x_TE, inputs.positions_T, inputs.metadata)
         if shard.is_last_stage:
             return x_TE
         self._parallel.send_hidden(x_TE)
@@ -61,16 +61,11 @@ class ModelRunner:
 class LayerByLayer:
     """A stage's layers in turn, any step."""
 
-    def __init__(self, model: CausalModel, attention: AttentionBackend, pages: list[torch.Tensor]) -> None:
+    def __init__(self, model: Decoder, caches: PagedCaches) -> None:
         self._model = model
-        self._attend = attention.forward
-        self._pages = pages
-        self._rule = AttentionRule(scale=model.config.head_dim**-0.5)
+        self._caches = caches
 
-    def forward(self, x_TE: torch.Tensor, positions_T: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+    def forward(self, x_TE: torch.Tensor, positions_T: torch.Tensor, metadata: Sequence[GroupMetadata]) -> torch.Tensor:
         """See LayerCompute."""
-
-        def attend(layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
-            return self._attend(q_THD, k_TKD, v_TKD, kv_cache=self._pages[layer], metadata=metadata, rule=self._rule)
-
-        return self._model.forward(x_TE, positions_T, attend)
+        self._caches.begin(metadata)
+        return self._model.forward(x_TE, Step(positions_T=positions_T, caches=self._caches))

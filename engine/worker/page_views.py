@@ -49,8 +49,18 @@ class _Axes:
 class PageViews:
     """Views of all layers that a plan puts on this rank."""
 
-    def __init__(self, plan: KVCachePlan, memory: torch.Tensor, *, layout: str, dtypes: PageDTypes) -> None:
+    def __init__(
+        self,
+        plan: KVCachePlan,
+        memory: torch.Tensor,
+        *,
+        layout: str,
+        dtypes: PageDTypes,
+        num_kv_heads: int | None = None,
+    ) -> None:
         """`memory` is uint8, one-dimensional, of at least plan.pool_bytes, on any device; `layout` is the plan's.
+
+        num_kv_heads: of this rank, where the plan is for one that has more.
 
         Raises ValueError for memory that is too small, element types of other sizes than the specs', and pages at
         addresses that their elements cannot have.
@@ -64,7 +74,7 @@ class PageViews:
         self._rows: list[list[torch.Tensor]] = [[] for _ in plan.groups]  # uint8 [B, bytes]: all of a block, in runs
         for region in plan.regions:
             num_blocks = 1 + plan.slab.num_pages(region.group) if plan.slab else plan.num_blocks
-            axes = list(_axes_of(region, layout, dtypes))
+            axes = [_narrow(one, region, num_kv_heads) for one in _axes_of(region, layout, dtypes)]
             for index, layer_id in enumerate(region.layer_ids):
                 offset = region.offset + index * region.layer_stride
                 self.layers[layer_id] = tuple(_view(memory, region, offset, num_blocks, one) for one in axes)
@@ -99,6 +109,14 @@ def _axes_of(region: PageRegion, layout: str, dtypes: PageDTypes) -> Iterator[_A
             yield from _state_axes(spec, dtypes.states)
         case _:
             yield _Axes(shape=(spec.page_size_bytes,), strides=(1,), dtype=torch.uint8)
+
+
+def _narrow(axes: _Axes, region: PageRegion, num_kv_heads: int | None) -> _Axes:
+    """The leading KV heads of a view of keys and values; other views are whole on every rank."""
+    spec = region.spec
+    if num_kv_heads is None or not isinstance(spec, AttentionSpec) or not isinstance(spec.content, KVContent):
+        return axes
+    return dataclasses.replace(axes, shape=(num_kv_heads, *axes.shape[1:]))
 
 
 def _kv_axes(content: KVContent, region: PageRegion, layout: str, dtype: torch.dtype) -> _Axes:

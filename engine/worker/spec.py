@@ -21,7 +21,6 @@ class WorkerSpec:
     max_model_len: int
     max_rows: int  # SchedulerConfig.max_num_seqs
     max_num_batched_tokens: int
-    block_size: int = 16
     layout: str = "BHLNC"
     device: Device = Device.CPU
     device_index: int = 0

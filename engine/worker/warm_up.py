@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from blockferry.engine.kv.spec import KVCacheConfig
 from blockferry.engine.request import SamplingParams
 from blockferry.engine.wire import BlockDeltas, NewRow, StepPlan
 from blockferry.engine.worker.spec import WorkerSpec
@@ -16,14 +17,13 @@ _ROW = np.zeros(1, np.int32)
 _SAMPLE = np.ones(1, np.bool_)
 
 
-def warm_up_plans(spec: WorkerSpec, *, num_blocks: int) -> list[StepPlan]:
-    """Plans for a pool of num_blocks; none where not even two tokens fit."""
-    num_slots = (num_blocks - 1) * spec.block_size
-    num_tokens = min(MAX_TOKENS, spec.max_num_batched_tokens, spec.max_model_len - 1, num_slots - 1)
+def warm_up_plans(spec: WorkerSpec, ledger: KVCacheConfig) -> list[StepPlan]:
+    """Plans for a pool of the ledger's blocks; none where not even two tokens fit."""
+    num_tokens = min(MAX_TOKENS, spec.max_num_batched_tokens, spec.max_model_len - 1)
+    while num_tokens and not _fits(ledger, num_tokens + 1):
+        num_tokens -= 1
     if num_tokens < 1:
         return []
-    block_ids = np.arange(1, -(-(num_tokens + 1) // spec.block_size) + 1, dtype=np.int32)
-    zeros = np.zeros(len(block_ids), np.int32)
     prompt = NewRow(
         row=0,
         token_ids=np.ones(num_tokens, np.int32),
@@ -34,7 +34,7 @@ def warm_up_plans(spec: WorkerSpec, *, num_blocks: int) -> list[StepPlan]:
         StepPlan(
             step_id=-3,
             new_rows=(prompt,),
-            deltas=BlockDeltas(group=zeros, row=zeros, column=block_ids - 1, block_id=block_ids),
+            deltas=_deltas(ledger, num_tokens + 1),
             rows=_ROW,
             num_computed=np.zeros(1, np.int32),
             num_scheduled=np.array([num_tokens], np.int32),
@@ -49,3 +49,22 @@ def warm_up_plans(spec: WorkerSpec, *, num_blocks: int) -> list[StepPlan]:
         ),
         StepPlan(step_id=-1, freed_rows=_ROW),
     ]
+
+
+def _fits(ledger: KVCacheConfig, num_tokens: int) -> bool:
+    counts = [group.spec.num_blocks_for(num_tokens) for group in ledger.groups]
+    if ledger.slab is None:
+        return sum(counts) < ledger.num_blocks
+    return all(count <= ledger.slab.num_pages(group) for group, count in enumerate(counts))
+
+
+def _deltas(ledger: KVCacheConfig, num_tokens: int) -> BlockDeltas:
+    """Every group's first columns. In slabs, groups number pages of their own, which may lie in the same bytes."""
+    counts = [group.spec.num_blocks_for(num_tokens) for group in ledger.groups]
+    columns = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])
+    return BlockDeltas(
+        group=np.repeat(np.arange(len(counts), dtype=np.int32), counts),
+        row=np.zeros(len(columns), np.int32),
+        column=columns,
+        block_id=columns + 1 if ledger.slab is not None else np.arange(1, len(columns) + 1, dtype=np.int32),
+    )

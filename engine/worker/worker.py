@@ -15,18 +15,35 @@ import torch
 from blockferry.connectors.base import PoolLayout
 from blockferry.engine.config import Device
 from blockferry.engine.kv.block_table import BlockTable
-from blockferry.engine.models.llama import Placement
+from blockferry.engine.kv.instance_plan import InstancePlan
+from blockferry.engine.kv.model_config import ModelConfig
+from blockferry.engine.kv.model_families import kv_head_span
+from blockferry.engine.kv.plan import KVCachePlan
+from blockferry.engine.kv.reach import KVContent, SequenceLimits, SpecKind
+from blockferry.engine.kv.spec import AttentionSpec, KVCacheGroup
+from blockferry.engine.models.decoder import Decoder
 from blockferry.engine.models.loader import fingerprint
-from blockferry.engine.models.registry import CausalModel, load_model
+from blockferry.engine.models.registry import ModelParts, load_model
+from blockferry.engine.models.sharding import Span
+from blockferry.engine.models.weights import Placement
 from blockferry.engine.rows import RowTable
 from blockferry.engine.wire import StepPlan, StepResult
-from blockferry.engine.worker.backends import TORCH_DTYPES, attention_backend, layer_compute, layer_ops
+from blockferry.engine.worker.backends import (
+    TORCH_DTYPES,
+    attention_backend,
+    latent_backend,
+    layer_compute,
+    layer_ops,
+    state_ops,
+)
 from blockferry.engine.worker.block_table import apply_deltas
-from blockferry.engine.worker.inputs import build_inputs
-from blockferry.engine.worker.kv_cache import Allocate, KVPool, make_pool, page_bytes
+from blockferry.engine.worker.inputs import GroupTable, build_inputs
 from blockferry.engine.worker.model_runner import ModelRunner
 from blockferry.engine.worker.outputs import NOTHING, OutputStage, StepOutcome, num_sampled
+from blockferry.engine.worker.page_views import PageViews
+from blockferry.engine.worker.paged_caches import PagedCaches, StagePages
 from blockferry.engine.worker.parallel import Parallel, join
+from blockferry.engine.worker.pool_memory import Allocate, make_memory, page_dtypes
 from blockferry.engine.worker.sampling_state import SamplingState
 from blockferry.engine.worker.spec import WorkerSpec
 from blockferry.engine.worker.warm_up import warm_up_plans
@@ -43,11 +60,11 @@ class Worker:
         self._device = torch.device("cpu" if spec.device is Device.CPU else f"cuda:{spec.device_index}")
         # one more than the longest sequence: its last sampled token is never computed
         self._rows = RowTable(max_rows=spec.max_rows, max_model_len=spec.max_model_len + 1)
-        max_blocks = -(-spec.max_model_len // spec.block_size) + 1
-        self._tables = [BlockTable(max_rows=spec.max_rows, max_blocks=max_blocks)]
+        self._groups: list[GroupTable] = []
+        self._tables: list[BlockTable] = []
         self._sampling = SamplingState(spec.max_rows)
         self._parallel: Parallel | None = None
-        self._model: CausalModel | None = None
+        self._model: Decoder | None = None
         self._cache: _Cache | None = None
 
     def load(self) -> None:
@@ -59,12 +76,15 @@ class Worker:
                 self.spec.model_path,
                 self.spec.place,
                 placement=placement,
-                ops=layer_ops(self.spec.device),
-                communicator=self._parallel.tensor,
+                parts=ModelParts(
+                    ops=layer_ops(self.spec.device),
+                    state_ops=state_ops(self.spec.device),
+                    communicator=self._parallel.tensor,
+                ),
             )
 
     @property
-    def model(self) -> CausalModel:
+    def model(self) -> Decoder:
         """The loaded model."""
         assert self._model is not None, "load() comes first"
         return self._model
@@ -73,45 +93,76 @@ class Worker:
         """What the model is, for the connector's handshake; equal on every host with the same checkpoint."""
         return fingerprint(self.spec.model_path)
 
-    def page_bytes(self) -> int:
-        """Bytes of one block on this rank, all its layers."""
-        return page_bytes(self._layout_of(num_blocks=1))
-
     def layout(self) -> PoolLayout:
         """Where every page lies, once init_cache() made them."""
         assert self._cache is not None, "init_cache() comes first"
-        return self._cache.pool.layout
+        return self._cache.layout
 
-    def init_cache(self, num_blocks: int, allocate: Allocate) -> None:
-        """Make the pool of num_blocks blocks, the null block included, in memory from allocate(num_bytes)."""
+    def init_cache(self, plan: InstancePlan, allocate: Allocate) -> None:
+        """Make this rank's pool of the plan in memory from allocate(num_bytes), which a GPU's pool does not call."""
         assert self._parallel is not None, "load() comes first"
-        pool = make_pool(self._layout_of(num_blocks), self._dtype, device=self._device, allocate=allocate)
-        hidden_shape = (self.spec.max_num_batched_tokens, self.model.config.hidden_size)
+        stage = plan.stages[self.spec.pp_rank]
+        memory = make_memory(stage.pool_bytes, device=self._device, allocate=allocate)
+        views = PageViews(
+            stage,
+            memory,
+            layout=self.spec.layout,
+            dtypes=page_dtypes(stage, self._dtype),
+            num_kv_heads=len(self._kv_heads),
+        )
+        pages = StagePages.of(stage, plan.model, views.layers)
+        caches = PagedCaches(pages, attention_backend(self.spec.device), latent_backend(self.spec.device))
+        hidden_shape = (self.spec.max_num_batched_tokens, self.model.header.hidden_size)
         runner = ModelRunner(
             self.model,
-            layer_compute(self.spec.device, self.model, attention_backend(self.spec.device), pool.layers),
+            layer_compute(self.spec.device, self.model, caches),
             parallel=self._parallel,
             hidden_TE=torch.empty(hidden_shape, dtype=self._dtype, device=self._device),
         )
-        self._cache = _Cache(pool=pool, runner=runner, output=OutputStage(runner, self._rows, self._sampling))
+        self._groups = [self._group_table(group) for group in plan.ledger.groups]
+        self._tables = [group.table for group in self._groups]
+        self._cache = _Cache(
+            plan=plan,
+            layout=self._pool_layout(stage),
+            views=views,
+            runner=runner,
+            output=OutputStage(runner, self._rows, self._sampling),
+        )
 
     def warm_up(self) -> None:
         """Compile whatever the first request would have to wait for. After init_cache(); all ranks at once."""
-        for plan in warm_up_plans(self.spec, num_blocks=self.layout().num_blocks):
+        assert self._cache is not None, "init_cache() comes first"
+        for plan in warm_up_plans(self.spec, self._cache.plan.ledger):
             self.execute(plan)
 
-    def _layout_of(self, num_blocks: int) -> PoolLayout:
-        shard, config = self.model.shard, self.model.config
+    @property
+    def _kv_heads(self) -> Span:
+        config = ModelConfig(self.model.header.values)
+        return kv_head_span(config, tp_rank=self.spec.tp_rank, tp_size=self.spec.tp_size)
+
+    def _pool_layout(self, stage: KVCachePlan) -> PoolLayout:
+        region, heads = stage.regions[0], self._kv_heads
+        spec = region.spec
+        assert isinstance(spec, AttentionSpec)
+        assert isinstance(spec.content, KVContent)
         return PoolLayout(
             order=self.spec.layout,
-            num_blocks=num_blocks,
-            block_size=self.spec.block_size,
-            layer_ids=tuple(range(shard.layers.start, shard.layers.stop)),
-            head_start=shard.heads.kv.start,
-            num_heads=len(shard.heads.kv),
-            content_bytes=2 * config.head_dim * self.spec.dtype.num_bytes,
+            num_blocks=stage.num_blocks,
+            block_size=spec.block_size,
+            layer_ids=region.layer_ids,
+            head_start=heads.start,
+            num_heads=len(heads),
+            content_bytes=spec.content.head_bytes,
             dtype=self.spec.dtype.value,
         )
+
+    def _group_table(self, group: KVCacheGroup) -> GroupTable:
+        spec = group.spec
+        limits = SequenceLimits(
+            max_model_len=self.spec.max_model_len + 1, max_in_flight_tokens=self.spec.max_num_batched_tokens
+        )
+        table = BlockTable(max_rows=self.spec.max_rows, max_blocks=spec.max_num_blocks_per_req(limits) + 1)
+        return GroupTable(table=table, block_size=spec.tokens_per_block, keeps_states=spec.kind is SpecKind.MAMBA)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult | None:
@@ -140,14 +191,15 @@ class Worker:
         apply_deltas(self._tables, plan.deltas)
         if len(plan.copies) or len(plan.zero):
             assert self._cache is not None, "init_cache() comes first"
-            self._cache.pool.zero_blocks(plan.zero[:, 1])  # one pool for its one group
-            self._cache.pool.copy_blocks(plan.copies[:, 1:])
+            for group in range(len(self._groups)):
+                self._cache.views.zero_blocks(group, plan.zero[plan.zero[:, 0] == group, 1])
+                self._cache.views.copy_blocks(group, plan.copies[plan.copies[:, 0] == group, 1:])
 
     def _compute(self, plan: StepPlan) -> StepOutcome:
         cache, parallel = self._cache, self._parallel
         assert parallel is not None, "load() comes first"
         assert cache is not None, "init_cache() comes first"
-        inputs = build_inputs(plan, self._rows, self._tables, block_size=self.spec.block_size, device=self._device)
+        inputs = build_inputs(plan, self._rows, self._groups, device=self._device)
         hidden_TE = cache.runner.forward(inputs)
         outcome = StepOutcome(token_ids=np.zeros(num_sampled(plan), np.int32))
         if hidden_TE is not None:
@@ -172,6 +224,8 @@ class Worker:
 class _Cache:
     """What exists once the pool does."""
 
-    pool: KVPool
+    plan: InstancePlan
+    layout: PoolLayout
+    views: PageViews
     runner: ModelRunner
     output: OutputStage

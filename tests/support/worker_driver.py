@@ -11,6 +11,8 @@ import numpy as np
 
 from blockferry.connectors.base import PoolLayout
 from blockferry.engine.config import DType
+from blockferry.engine.kv.instance_plan import InstancePlan, InstanceRequest, plan_instance
+from blockferry.engine.models.config import read_header
 from blockferry.engine.request import SamplingParams
 from blockferry.engine.wire import BlockDeltas, NewRow, StepPlan, StepResult, pack, plan_from_bytes
 from blockferry.engine.worker.spec import WorkerSpec
@@ -27,17 +29,33 @@ def worker_spec(path: Path, **options: object) -> WorkerSpec:
         "max_model_len": 128,
         "max_rows": 8,
         "max_num_batched_tokens": 256,
-        "block_size": 16,
     }
     return WorkerSpec(model_path=path, **(defaults | options))  # type: ignore[arg-type]  # checked by the dataclass's users
 
 
-def start_worker(spec: WorkerSpec, *, num_blocks: int = 64) -> Worker:
+def start_worker(spec: WorkerSpec, *, num_blocks: int = 64, block_size: int = 16) -> Worker:
     """A loaded worker whose pool starts full of NaN, so that reading an unwritten slot shows."""
     worker = Worker(spec)
     worker.load()
-    worker.init_cache(num_blocks, lambda num_bytes: np.full(num_bytes, 0xFF, np.uint8))
+    plan = plan_blocks(spec, num_blocks=num_blocks, block_size=block_size)
+    worker.init_cache(plan, lambda num_bytes: np.full(num_bytes, 0xFF, np.uint8))
     return worker
+
+
+def plan_blocks(spec: WorkerSpec, *, num_blocks: int = 64, block_size: int = 16) -> InstancePlan:
+    """The plan of an instance of such workers, with exactly so many blocks."""
+    request = InstanceRequest(
+        dtype=spec.dtype.value,
+        max_model_len=min(spec.max_model_len, (num_blocks - 1) * block_size),
+        max_in_flight_tokens=spec.max_num_batched_tokens,
+        memory_bytes=0,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        layout=spec.layout,
+        tp_size=spec.tp_size,
+        pp_size=spec.pp_size,
+    )
+    return plan_instance(read_header(spec.model_path).values, request)
 
 
 @dataclasses.dataclass

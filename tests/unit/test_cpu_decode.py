@@ -10,13 +10,16 @@ from support.paged import make_metadata, make_table
 from support.worker_driver import generate, start_worker, worker_spec
 
 from blockferry.engine.attention.cpu import CpuAttention
+from blockferry.engine.attention.latent import TorchLatentAttention
 from blockferry.engine.config import DType
 from blockferry.engine.models.cpu_decode import MAX_ROWS, TapedDecode, can_tape
 from blockferry.engine.models.cpu_ops import CpuOps
-from blockferry.engine.models.llama import Placement
-from blockferry.engine.models.registry import load_model
+from blockferry.engine.models.registry import ModelParts, load_model
 from blockferry.engine.models.sharding import RankPlace
+from blockferry.engine.models.torch_state_ops import TorchStateOps
+from blockferry.engine.models.weights import Placement
 from blockferry.engine.worker.model_runner import LayerByLayer
+from blockferry.engine.worker.paged_caches import GroupMetadata, LayerPages, PagedCaches, StagePages
 from blockferry.engine.worker.parallel import LoneCommunicator
 from blockferry.kernels.cpu_amx import has_amx
 
@@ -24,6 +27,7 @@ pytestmark = pytest.mark.skipif(not has_amx(), reason="needs AMX")
 
 SHAPE = {"hidden_size": 96, "intermediate_size": 64, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64}
 NUM_BLOCKS = 300
+PARTS = ModelParts(ops=CpuOps(), state_ops=TorchStateOps(), communicator=LoneCommunicator())
 
 
 class Setup:
@@ -32,7 +36,7 @@ class Setup:
     def __init__(self, folder: Path, family: str) -> None:
         path = make_checkpoint(folder, family, **SHAPE)
         placement = Placement(dtype=torch.bfloat16, device=torch.device("cpu"), max_model_len=128)
-        self.model = load_model(path, RankPlace(), placement=placement, ops=CpuOps(), communicator=LoneCommunicator())
+        self.model = load_model(path, RankPlace(), placement=placement, parts=PARTS)
         torch.manual_seed(1)
         self.pool = torch.randn(3, NUM_BLOCKS, 2, 16, 128).bfloat16()
         self.taped = TapedDecode(self.model, self.pool.unbind())
@@ -42,9 +46,11 @@ class Setup:
         metadata = make_metadata([1] * len(seq_lens), seq_lens, table)
         x, positions = torch.randn(len(seq_lens), 96).bfloat16(), torch.tensor(seq_lens) - 1
         other_pool = self.pool.clone()
-        by_layer = LayerByLayer(self.model, CpuAttention(), list(other_pool.unbind()))
+        pages = {layer: LayerPages(group=0, tensors=(one,)) for layer, one in enumerate(other_pool.unbind())}
+        caches = PagedCaches(StagePages(attention=pages, states={}), CpuAttention(), TorchLatentAttention())
+        by_layer = LayerByLayer(self.model, caches)
         assert self.taped.accepts(metadata)
-        expected = by_layer.forward(x.clone(), positions, metadata)
+        expected = by_layer.forward(x.clone(), positions, [GroupMetadata(attention=metadata)])
         assert torch.equal(self.taped.forward(x, positions, metadata), expected)
         assert torch.equal(self.pool, other_pool)
 
@@ -82,9 +88,7 @@ def test_tape_refuses_steps_and_models_that_it_cannot_run(tmp_path: Path) -> Non
     assert not can_tape(setup.model, [])
     make_checkpoint(tmp_path / "float32", "llama", **SHAPE)
     placement = Placement(dtype=torch.float32, device=torch.device("cpu"), max_model_len=128)
-    model = load_model(
-        tmp_path / "float32", RankPlace(), placement=placement, ops=CpuOps(), communicator=LoneCommunicator()
-    )
+    model = load_model(tmp_path / "float32", RankPlace(), placement=placement, parts=PARTS)
     assert not can_tape(model, setup.pool.float().unbind())
     with pytest.raises(ValueError, match="cannot be taped"):
         TapedDecode(model, setup.pool.float().unbind())

@@ -11,12 +11,11 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import edit_config, make_checkpoint
 
 from blockferry.engine.errors import ModelLoadError
-from blockferry.engine.models.config import read_config
+from blockferry.engine.models.config import dense_config, read_header
 from blockferry.engine.models.layers import rope_table
-from blockferry.engine.models.llama import Placement
 from blockferry.engine.models.loader import Checkpoint, fingerprint
 from blockferry.engine.models.ops import TorchOps
-from blockferry.engine.models.registry import load_model
+from blockferry.engine.models.registry import ModelParts, load_model
 from blockferry.engine.models.sharding import (
     RankPlace,
     Span,
@@ -25,6 +24,8 @@ from blockferry.engine.models.sharding import (
     split_layers,
     split_padded,
 )
+from blockferry.engine.models.torch_state_ops import TorchStateOps
+from blockferry.engine.models.weights import Placement
 from blockferry.engine.worker.parallel import LoneCommunicator
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -45,8 +46,7 @@ def load(path: Path, *, place: RankPlace | None = None, max_model_len: int = 64)
         path,
         place or RankPlace(),
         placement=Placement(dtype=torch.float32, device=torch.device("cpu"), max_model_len=max_model_len),
-        ops=TorchOps(),
-        communicator=LoneCommunicator(),
+        parts=ModelParts(ops=TorchOps(), state_ops=TorchStateOps(), communicator=LoneCommunicator()),
     )
 
 
@@ -112,7 +112,7 @@ PROBLEMS: list[tuple[Callable[[Path], object], str]] = [
     (remove_tensor, r"tensor model.layers.2.self_attn.k_norm.weight is in no safetensors file"),
     (remove_shard, r"part-1.safetensors is named in model.safetensors.index.json but does not exist"),
     (lambda path: edit_config(path, vocab_size=300), r"embed_tokens.weight has shape \(307, 72\), .* says \(300, 72\)"),
-    (lambda path: edit_config(path, num_hidden_layers=4), r"tensor model.layers.3.input_layernorm"),
+    (lambda path: edit_config(path, num_hidden_layers=4, layer_types=["full_attention"] * 4), r"tensor model.layers.3.input_layernorm"),
     (lambda path: edit_config(path, architectures=["GPT2LMHeadModel"]), r"GPT2LMHeadModel is not supported.*Qwen3For"),
     (lambda path: edit_config(path, architectures=None), r"architecture \(none\) is not supported"),
     (lambda path: edit_config(path, hidden_act="gelu"), r"hidden_act=gelu is not supported"),
@@ -140,7 +140,7 @@ def test_a_config_without_a_needed_key_names_it(model: Path) -> None:
     (model / "config.json").write_text(json.dumps(values))
 
     with pytest.raises(ModelLoadError, match=r"key 'hidden_size' is missing"):
-        read_config(model)
+        read_header(model)
 
 
 def test_too_many_ranks_are_refused_with_the_sizes_that_work(model: Path) -> None:
@@ -151,19 +151,19 @@ def test_too_many_ranks_are_refused_with_the_sizes_that_work(model: Path) -> Non
 
 
 def test_old_style_rope_keys_mean_the_same(model: Path) -> None:
-    new = read_config(model)
+    new = dense_config(read_header(model))
     values = json.loads((model / "config.json").read_text())
     theta = values.pop("rope_parameters")["rope_theta"]
     (model / "config.json").write_text(json.dumps(values | {"rope_theta": theta, "rope_scaling": None}))
 
-    assert read_config(model) == new
+    assert dense_config(read_header(model)) == new
 
 
 def test_dynamic_rope_is_plain_up_to_the_trained_length(model: Path) -> None:
-    plain = rope_table(read_config(model).rope, head_dim=16, max_len=8)
+    plain = rope_table(dense_config(read_header(model)).rope, head_dim=16, max_len=8)
     edit_config(model, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
 
-    assert torch.equal(rope_table(read_config(model).rope, head_dim=16, max_len=8), plain)
+    assert torch.equal(rope_table(dense_config(read_header(model)).rope, head_dim=16, max_len=8), plain)
 
 
 def test_the_fingerprint_knows_the_model_not_its_place(original: Path, model: Path) -> None:

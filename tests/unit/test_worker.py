@@ -12,16 +12,17 @@ from support.worker_driver import (
     PlanMaker,
     generate,
     outputs_by_row,
+    plan_blocks,
     plans_to_length,
     start_worker,
     worker_spec,
 )
 
 from blockferry.engine.config import DType
+from blockferry.engine.kv.plan_layout import LAYOUTS
 from blockferry.engine.request import SamplingParams
 from blockferry.engine.wire import StepPlan
 from blockferry.engine.worker.ceiling import linear_ceiling
-from blockferry.engine.worker.kv_cache import LAYOUTS
 from blockferry.engine.worker.worker import Worker
 
 NUM_OUTPUT = 8
@@ -59,7 +60,7 @@ def test_page_layout_changes_no_token(path: Path, expected: list[list[int]], lay
 
 @pytest.mark.parametrize("block_size", [1, 8, 32])
 def test_block_size_changes_no_token(path: Path, expected: list[list[int]], block_size: int) -> None:
-    worker = start_worker(worker_spec(path, block_size=block_size), num_blocks=256)
+    worker = start_worker(worker_spec(path), num_blocks=256, block_size=block_size)
 
     assert generate(worker, PROMPTS, num_output=NUM_OUTPUT, chunk=20) == expected
 
@@ -129,8 +130,7 @@ def test_blocks_are_copied_and_zeroed_before_the_step(path: Path, expected: list
     target.worker.execute(maker.plan([(sequence, 16)]))
     block = sequence.blocks[0]
     other = next(candidate for candidate in range(1, 64) if candidate != block)
-    page_bytes = target.worker.page_bytes()
-    pages = target.pool.reshape(64, page_bytes)
+    pages = target.pool.reshape(64, -1)
 
     target.worker.execute(
         StepPlan(step_id=9, copies=np.array([[0, block, other]], np.int32), zero=np.array([[0, 0]], np.int32))
@@ -198,10 +198,6 @@ def test_an_empty_plan_yields_an_empty_result(worker: Worker) -> None:
     assert (result.step_id, len(result.token_ids), result.error) == (3, 0, "")
 
 
-def test_page_bytes_is_the_pool_divided_by_its_blocks(worker: Worker) -> None:
-    assert worker.page_bytes() * 64 == worker.layout().num_bytes
-
-
 def test_linear_ceiling_times_layers_and_head(worker: Worker) -> None:
     assert 0 < linear_ceiling(worker.model, num_rows=4, repeats=2) < 5
     with pytest.raises(ValueError, match="num_rows=0"):
@@ -217,8 +213,9 @@ class WorkerWithPool:
 def worker_with_pool_of(path: Path) -> WorkerWithPool:
     worker = Worker(worker_spec(path))
     worker.load()
-    pool = np.full(64 * worker.page_bytes(), 0xFF, np.uint8)
-    worker.init_cache(64, lambda num_bytes: pool)
+    plan = plan_blocks(worker.spec)
+    pool = np.full(plan.bytes_per_rank, 0xFF, np.uint8)
+    worker.init_cache(plan, lambda num_bytes: pool)
     return WorkerWithPool(worker=worker, pool=pool)
 
 
@@ -232,6 +229,6 @@ def test_warm_up_changes_no_token(path: Path, expected: list[list[int]]) -> None
 
 @pytest.mark.parametrize("num_blocks", [2, 3])
 def test_warm_up_fits_any_pool(path: Path, num_blocks: int) -> None:
-    worker = start_worker(worker_spec(path, block_size=1), num_blocks=num_blocks)
+    worker = start_worker(worker_spec(path), num_blocks=num_blocks, block_size=1)
 
     worker.warm_up()

@@ -1,0 +1,188 @@
+"""A decoder: embedding, layers one after the other, last norm, head. What a layer is, its family's file says.
+
+Owns one rank's ends of the model (embedding, norm, head) and holds its stage's layers. A family is a function
+Build -> Decoder, listed in registry.py.
+
+    token ids -- embedding -- layer -- layer -- ... -- norm -- head -- logits
+                      x, residual ->  x, residual         a layer's output is x + residual, added by whoever needs it
+
+Legend: T tokens, S tokens that want logits, E hidden, V vocabulary shard.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from blockferry.engine.attention.base import AttentionRule
+from blockferry.engine.kv.model_config import ModelConfig
+from blockferry.engine.kv.reach import ChunkReach, Reach, WindowReach
+from blockferry.engine.models.config import ModelHeader
+from blockferry.engine.models.layers import Communicator, Linear, VocabEmbedding, make_linear
+from blockferry.engine.models.ops import LayerOps
+from blockferry.engine.models.sharding import RankPlace, Span, split_layers, split_padded
+from blockferry.engine.models.state_ops import StateOps
+from blockferry.engine.models.step import Step
+from blockferry.engine.models.tape_source import TapeSource
+from blockferry.engine.models.weights import WeightReader
+
+
+class Layer(Protocol):
+    """One decoder layer on one rank."""
+
+    @property
+    def linears(self) -> Sequence[Linear]:
+        """Linear layers that every token passes, in order."""
+
+    def forward(
+        self, x_TE: torch.Tensor, residual_TE: torch.Tensor | None, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (x, residual) whose sum is the layer's output; the input is x (+ residual). May overwrite both."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StageShard:
+    """What one rank holds of the model's ends, and its stage's layers."""
+
+    layers: Span
+    vocab: Span
+    vocab_stride: int  # vocabulary rows per rank, padding included
+    is_first_stage: bool
+    is_last_stage: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Build:
+    """Everything a family makes its layers from."""
+
+    header: ModelHeader
+    config: ModelConfig  # the checkpoint's config.json, typed reading
+    place: RankPlace
+    shard: StageShard
+    weights: WeightReader
+    ops: LayerOps
+    state_ops: StateOps
+    communicator: Communicator
+    reaches: Mapping[int, Reach]  # of each layer that attends, by its number
+
+    @property
+    def layer_numbers(self) -> range:
+        """Layers of this stage."""
+        return range(self.shard.layers.start, self.shard.layers.stop)
+
+    def rule(self, layer: int, *, scale: float) -> AttentionRule:
+        """How a layer attends, as far as its reach says."""
+        match self.reaches[layer]:
+            case WindowReach() as reach:
+                return AttentionRule(scale=scale, window=reach.window)
+            case ChunkReach() as reach:
+                return AttentionRule(scale=scale, chunk=reach.chunk)
+            case _:
+                return AttentionRule(scale=scale)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """How the ends of a model differ between families."""
+
+    embedding_name: str = "model.embed_tokens.weight"
+    norm_name: str = "model.norm.weight"
+    head_name: str = "lm_head.weight"
+    embedding_scale: float | None = None  # of embeddings, rounded to the model's dtype
+    norm_offset: float = 0.0  # 1 for norm weights that are stored relative to one
+    logit_scale: float | None = None
+    logit_soft_cap: float | None = None  # logits = cap * tanh(logits / cap)
+
+
+class Decoder:
+    """One rank's part of a decoder. One thread calls it."""
+
+    def __init__(
+        self,
+        build: Build,
+        layers: Sequence[Layer],
+        *,
+        ends: Ends | None = None,
+        tape_source: TapeSource | None = None,
+    ) -> None:
+        """Reads the ends' weights. Raises ModelLoadError."""
+        ends = ends or Ends()
+        self.header = build.header
+        self.shard = build.shard
+        self.layers = layers
+        self.tape_source = tape_source
+        self._ends = ends
+        self._ops = build.ops
+        self._communicator = build.communicator
+        self._embedding: VocabEmbedding | None = None
+        self._norm_E: torch.Tensor | None = None
+        self._head: Linear | None = None
+        header, shard, weights = build.header, build.shard, build.weights
+        embedding_VE: torch.Tensor | None = None
+        if shard.is_first_stage:
+            embedding_VE = _vocab(build, ends.embedding_name)
+            self._embedding = VocabEmbedding(embedding_VE, shard.vocab, build.communicator)
+        if shard.is_last_stage:
+            self._norm_E = weights.norm(ends.norm_name, header.hidden_size, offset=ends.norm_offset)
+            name = ends.embedding_name if header.has_tied_embeddings else ends.head_name
+            is_shared = header.has_tied_embeddings and embedding_VE is not None
+            self._head = make_linear(embedding_VE if is_shared and embedding_VE is not None else _vocab(build, name))
+
+    def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """Hidden states [T, E] of token ids; first stage only."""
+        assert self._embedding is not None, "embed() is for the first stage"
+        x_TE = self._embedding(token_ids_T)
+        if self._ends.embedding_scale is not None:
+            x_TE = x_TE * torch.tensor(self._ends.embedding_scale, dtype=x_TE.dtype, device=x_TE.device)
+        return x_TE
+
+    def forward(self, x_TE: torch.Tensor, step: Step) -> torch.Tensor:
+        """Run this stage's layers. Returns [T, E], the input of the next stage or of logits()."""
+        residual_TE: torch.Tensor | None = None
+        for layer in self.layers:
+            x_TE, residual_TE = layer.forward(x_TE, residual_TE, step)
+        return x_TE if residual_TE is None else residual_TE + x_TE
+
+    def logits(self, hidden_SE: torch.Tensor) -> torch.Tensor | None:
+        """Logits [S, vocab_size] on rank 0 of the last stage, None on its other ranks, which must call it too."""
+        assert self._norm_E is not None, "logits() is for the last stage"
+        assert self._head is not None, "logits() is for the last stage"
+        normed_SE, _ = self._ops.add_rms_norm(hidden_SE, None, self._norm_E, self.header.norm_eps)
+        logits_SV = self._communicator.gather_columns(self._head(normed_SE))
+        if logits_SV is None:
+            return None
+        logits_SV = logits_SV[:, : self.header.vocab_size]
+        if self._ends.logit_scale is not None:
+            logits_SV = logits_SV * self._ends.logit_scale
+        if self._ends.logit_soft_cap is not None:
+            logits_SV = self._ends.logit_soft_cap * torch.tanh(logits_SV / self._ends.logit_soft_cap)
+        return logits_SV
+
+    @property
+    def layer_linears(self) -> Sequence[Linear]:
+        """Linear layers that every token passes, in order."""
+        return [linear for layer in self.layers for linear in layer.linears]
+
+    @property
+    def head(self) -> Linear | None:
+        """The language-model head; last stage only."""
+        return self._head
+
+
+def stage_shard(header: ModelHeader, place: RankPlace) -> StageShard:
+    """The part of one rank. Raises ValueError where there are more stages than layers."""
+    return StageShard(
+        layers=split_layers(header.num_layers, place.pp_rank, place.pp_size),
+        vocab=split_padded(header.vocab_size, place.tp_rank, place.tp_size),
+        vocab_stride=-(-header.vocab_size // place.tp_size),
+        is_first_stage=place.pp_rank == 0,
+        is_last_stage=place.pp_rank == place.pp_size - 1,
+    )
+
+
+def _vocab(build: Build, name: str) -> torch.Tensor:
+    shape = (build.header.vocab_size, build.header.hidden_size)
+    return build.weights.vocab(name, shape, build.shard.vocab, build.shard.vocab_stride)

@@ -1,0 +1,141 @@
+"""Gemma 2 and Gemma 3 (text): windows in most layers, norms before and after attention and MLP.
+
+    x --+-- norm -- attention -- norm --(+)--+-- norm -- gelu(gate) * up -- down -- norm --(+)-- x'
+        |                                |   |                                          |
+        +------------ residual ----------+   +---------------- residual ----------------+
+
+Gemma 3 norms each head of q and k and rotates by other frequencies in layers with a window; Gemma 2 caps its scores.
+Norm weights are stored relative to one, embeddings scaled by the root of the hidden size.
+
+Legend: T tokens, E hidden, F feed-forward shard.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from blockferry.engine.models.blocks import (
+    AttentionOptions,
+    AttentionShape,
+    FeedForward,
+    GatedMlp,
+    Mixer,
+    SelfAttention,
+    layer_norms,
+    read_attention,
+)
+from blockferry.engine.models.config import RopeConfig, rope_config
+from blockferry.engine.models.decoder import Build, Decoder, Ends
+from blockferry.engine.models.layers import Linear, rope_table
+from blockferry.engine.models.step import Step
+
+_NORMS = ("input_layernorm", "pre_feedforward_layernorm")
+_POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
+_LOCAL_THETA = 10000.0
+
+
+def build_gemma(build: Build) -> Decoder:
+    """One rank's part. Raises ModelLoadError, and ValueError for what is not supported."""
+    values = build.header.values
+    activation = values.get("hidden_activation") or values.get("hidden_act", "gelu_pytorch_tanh")
+    if activation != "gelu_pytorch_tanh":
+        raise ValueError(f"hidden_activation={activation} is not supported; supported: gelu_pytorch_tanh")
+    if values.get("use_bidirectional_attention"):
+        raise ValueError("use_bidirectional_attention is not supported; use a checkpoint that attends causally")
+    soft_cap = values.get("final_logit_softcapping")
+    layers = [_layer(build, number) for number in build.layer_numbers]
+    # transformers rounds the factor to the weights' dtype, and so does Decoder
+    scale = build.header.hidden_size**0.5
+    return Decoder(build, layers, ends=Ends(embedding_scale=scale, norm_offset=1.0, logit_soft_cap=soft_cap))
+
+
+def _layer(build: Build, number: int) -> SandwichLayer:
+    values, prefix = build.header.values, f"model.layers.{number}."
+    is_gemma3 = build.header.architecture.startswith("Gemma3")
+    head_dim = int(values.get("head_dim", 256))
+    shape = AttentionShape(
+        num_heads=int(values["num_attention_heads"]),
+        num_kv_heads=int(values["num_key_value_heads"]),
+        head_dim=head_dim,
+    )
+    has_bias = bool(values.get("attention_bias", False))
+    options = AttentionOptions(
+        has_qkv_bias=has_bias,
+        has_out_bias=has_bias,
+        norm_names=("q_norm", "k_norm") if is_gemma3 else None,
+        norm_offset=1.0,
+    )
+    rule = dataclasses.replace(
+        build.rule(number, scale=float(values.get("query_pre_attn_scalar", 256)) ** -0.5),
+        soft_cap=values.get("attn_logit_softcapping"),
+    )
+    placement = build.weights.placement
+    rope = _rope_of(values, build.header.max_positions, is_local=is_gemma3 and rule.window is not None)
+    cos_sin = rope_table(rope, head_dim=head_dim, max_len=placement.max_model_len).to(placement.device)
+    return SandwichLayer(
+        build,
+        SelfAttention(
+            build, number, read_attention(build, f"{prefix}self_attn.", shape, options), rule, cos_sin=cos_sin
+        ),
+        GatedMlp(build, f"{prefix}mlp.", int(values["intermediate_size"]), activate=gelu_and_mul),
+        norms=(
+            *layer_norms(build, number, names=_NORMS, offset=1.0),
+            *layer_norms(build, number, names=_POST_NORMS, offset=1.0),
+        ),
+    )
+
+
+def gelu_and_mul(x_T2F: torch.Tensor) -> torch.Tensor:
+    """gelu (its tanh form) of the first half times the second: [T, F]."""
+    gate_TF, up_TF = x_T2F.chunk(2, dim=-1)
+    return functional.gelu(gate_TF, approximate="tanh") * up_TF
+
+
+def _rope_of(values: Mapping[str, Any], max_positions: int, *, is_local: bool) -> RopeConfig:
+    """New checkpoints name frequencies per kind of layer; old ones have rope_local_base_freq beside rope_theta."""
+    parameters = values.get("rope_parameters") or {}
+    by_type = parameters.get("sliding_attention" if is_local else "full_attention")
+    if by_type is not None:
+        return rope_config({"rope_parameters": by_type}, max_positions)
+    if is_local:
+        return RopeConfig(theta=float(values.get("rope_local_base_freq", _LOCAL_THETA)))
+    return rope_config(values, max_positions)
+
+
+class SandwichLayer:
+    """Norms on both sides of the mixer and of the feed-forward part; see the module's drawing."""
+
+    def __init__(
+        self,
+        build: Build,
+        mixer: Mixer,
+        feed_forward: FeedForward,
+        *,
+        norms: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> None:
+        """norms: weights [E] before the mixer, before the feed-forward part, after the mixer, after the other."""
+        self._mixer = mixer
+        self._feed_forward = feed_forward
+        self._before_mixer_E, self._before_other_E, self._after_mixer_E, self._after_other_E = norms
+        self._norm = build.ops.add_rms_norm
+        self._eps = build.header.norm_eps
+
+    @property
+    def linears(self) -> Sequence[Linear]:
+        """See Layer."""
+        return [*self._mixer.linears, *self._feed_forward.linears]
+
+    def forward(
+        self, x_TE: torch.Tensor, residual_TE: torch.Tensor | None, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Layer."""
+        x_TE, residual_TE = self._norm(x_TE, residual_TE, self._before_mixer_E, self._eps)
+        x_TE, _ = self._norm(self._mixer(x_TE, step), None, self._after_mixer_E, self._eps)
+        x_TE, residual_TE = self._norm(x_TE, residual_TE, self._before_other_E, self._eps)
+        x_TE, _ = self._norm(self._feed_forward(x_TE), None, self._after_other_E, self._eps)
+        return x_TE, residual_TE
