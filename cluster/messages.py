@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from blockferry.connectors.base import TransferCommand, TransferEvent, TransferMode, TransferState
+from blockferry.connectors.base import TransferCommand, TransferEvent, TransferMode, TransferPart, TransferState
 from blockferry.engine import wire
 from blockferry.engine.request import FinishReason, Request, RequestStats
 from blockferry.engine.scheduler.outputs import Finished
@@ -136,7 +136,8 @@ def request_from(payload: bytes) -> Request:
 def command_from(payload: bytes) -> TransferCommand:
     """Decode a TransferCommand."""
     value = wire.unpack(payload)
-    return TransferCommand(**(value | {"mode": TransferMode(value["mode"])}))
+    parts = tuple(TransferPart(**part) for part in value["parts"])
+    return TransferCommand(**(value | {"mode": TransferMode(value["mode"]), "parts": parts}))
 
 
 def event_from(payload: bytes) -> TransferEvent:

@@ -18,6 +18,7 @@ from blockferry.cluster.worker_settings import WorkerSettings
 from blockferry.connectors.base import RankIdentity
 from blockferry.connectors.pd_worker import PdWorker
 from blockferry.connectors.transport import open_ucx
+from blockferry.engine.kv.instance_plan import InstancePlan
 from blockferry.engine.worker.worker import Worker
 
 
@@ -30,20 +31,19 @@ class WorkerHost:
         self._ferry: PdWorker | None = None
         self._loop: WorkerLoop | None = None
 
-    def load(self, *, init_method: str) -> int:
-        """Load this rank's weights, joined to its instance's other ranks; returns the bytes of one block."""
+    def load(self, *, init_method: str) -> None:
+        """Load this rank's weights, joined to its instance's other ranks."""
         spec = dataclasses.replace(self._settings.spec, init_method=init_method)
         self._worker = Worker(spec)
         self._worker.load()
-        return self._worker.page_bytes()
 
-    def create_pool(self, num_blocks: int) -> bytes:
+    def create_pool(self, plan: InstancePlan) -> bytes:
         """Make the pool and compute once in it; returns what peers need to reach it, empty where nothing is ferried."""
         worker = self._need_worker()
         self._loop = WorkerLoop(instance_id=self._settings.instance_id, rank=self._settings.spec.rank, executor=worker)
         connector = self._settings.connector
         if connector is None:
-            worker.init_cache(num_blocks, _zeroed)
+            worker.init_cache(plan, _zeroed)
             worker.warm_up()
             return b""
         self._ferry = PdWorker(
@@ -57,9 +57,9 @@ class WorkerHost:
             ),
             self._loop.on_transfer_event,
         )
-        worker.init_cache(num_blocks, self._ferry.allocate)
+        worker.init_cache(plan, self._ferry.allocate)
         worker.warm_up()
-        return self._ferry.endpoint(worker.layout())
+        return self._ferry.endpoint((worker.layout(),))
 
     def connect(self, peers: Sequence[bytes]) -> None:
         """Connect to instances that this one ferries blocks to or from, given as the endpoints of all their ranks."""

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,12 +53,30 @@ class TransferState(enum.StrEnum):
     CANCELLED = "cancelled"
 
 
+class ContentKind(enum.StrEnum):
+    """What the bytes of one token of one head are, and so who holds which."""
+
+    KV = "kv"  # key and value of one KV head; each rank holds some heads
+    LATENT = "latent"  # one vector for all heads, the one "head" 0, which every tensor-parallel rank holds
+    STATE = "state"  # all of a recurrent layer's state, one "token" a block; "head" r is that of tensor-parallel rank r
+
+
+class Strides(NamedTuple):
+    """Bytes from one block, layer slot, head or token of a pool to the next."""
+
+    block: int
+    layer: int
+    head: int
+    token: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PoolLayout:
-    """Where every (block, layer, head, token) of one rank's pool lies. Strides and offsets in bytes.
+    """Where every (block, layer, head, token) of layers of one cache group lies in a rank's pool. All in bytes.
 
-    `order` spells the axes outermost first (BHLNC, BLHNC, LBHNC, LBNHC). The C axis (K then V of one token
-    of one head) is always innermost and contiguous: content_bytes.
+    `order` spells the axes outermost first (BHLNC, BLHNC, LBHNC, LBNHC). The C axis (what one token of one head
+    stores) is always innermost and contiguous: content_bytes. Several groups share a pool by offset and strides;
+    block ids are those of the group.
     """
 
     order: str
@@ -68,11 +87,20 @@ class PoolLayout:
     num_heads: int
     content_bytes: int
     dtype: str  # "bfloat16", ...
+    group: int = 0
+    content: ContentKind = ContentKind.KV
+    tp_size: int = 1  # ranks that share a state's parts among them, or that each have a copy of a latent
+    offset: int = 0  # of block 0, layer slot 0, first head, first token
+    strides: Strides | None = None  # None: the axes follow each other without gaps, in `order`
 
     @property
     def num_bytes(self) -> int:
-        """Size of the whole pool."""
-        return self.num_blocks * len(self.layer_ids) * self.num_heads * self.block_size * self.content_bytes
+        """Bytes from the pool's start to the end of what is stored here."""
+        sizes = (self.num_blocks, len(self.layer_ids), self.num_heads, self.block_size)
+        if self.strides is None:
+            return self.offset + math.prod(sizes) * self.content_bytes
+        last = sum((size - 1) * stride for size, stride in zip(sizes, self.strides, strict=True))
+        return self.offset + last + self.content_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +122,7 @@ class PoolEndpoint:
     tp_rank: int
     pp_rank: int
     model_fingerprint: str
-    layout: PoolLayout
+    layouts: tuple[PoolLayout, ...]  # of all cache groups that are ferried; layers of a group may need several
     transport: str  # "ucx", "loopback"
     host_id: str  # equal for processes that share memory
     address: bytes  # transport worker address
@@ -102,24 +130,33 @@ class PoolEndpoint:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TransferCommand:
-    """Ferry blocks between two instances; every rank of the executing instance gets the same one.
+class TransferPart:
+    """What of one cache group a transfer moves.
 
-    The tokens are numbered along src_block_ids: `num_tokens` of them, from `first_token` (an offset into
-    src_block_ids[0]) on, land at the start of dst_block_ids[0] and fill that side's blocks in order. Block
-    sizes may differ; where they are equal and first_token is 0, src_block_ids[i] goes to dst_block_ids[i].
-    Slots of the last block after num_tokens may be overwritten.
+    `num_tokens` tokens, counted along the blocks of either side: from first_token (an offset into src_block_ids[0])
+    on in the source, from dst_first_token (into dst_block_ids[0]) on in the destination. Block sizes may differ;
+    where they are equal and so are the offsets, src_block_ids[i] goes to dst_block_ids[i]. Slots of the last
+    destination block after num_tokens may be overwritten. A state is one token, and so is its block.
     """
+
+    group: int
+    src_block_ids: Int32Array
+    dst_block_ids: Int32Array
+    num_tokens: int
+    first_token: int = 0
+    dst_first_token: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TransferCommand:
+    """Ferry blocks between two instances; every rank of the executing instance gets the same one."""
 
     transfer_id: int
     mode: TransferMode
     src_instance_id: str
     dst_instance_id: str
-    src_block_ids: Int32Array
-    dst_block_ids: Int32Array
-    num_tokens: int
+    parts: tuple[TransferPart, ...]  # at most one per group; a group without one has nothing to move
     deadline_s: float  # seconds from receipt after which the rank gives up
-    first_token: int = 0
 
     @property
     def executing_instance_id(self) -> str:

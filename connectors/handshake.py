@@ -1,7 +1,8 @@
 """The handshake: what a rank tells its peers about its pool, and the refusal of pools that do not fit.
 
 Owns the bytes of a PoolEndpoint (msgpack with a version) and the rules of compatibility. Opens no connection.
-Block size, layout order, TP and PP may differ between two pools; what would change the meaning of bytes may not.
+Block size, layout order, TP and PP may differ between two pools; what would change the meaning of bytes may not, nor
+may the cache groups that layers are in. States are moved between ranks of equal tensor-parallel place only.
 """
 
 from __future__ import annotations
@@ -9,15 +10,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
 import msgpack
 
-from blockferry.connectors.base import HandshakeRefused, PoolEndpoint, PoolLayout
+from blockferry.connectors.base import ContentKind, HandshakeRefused, PoolEndpoint, PoolLayout, Strides
 from blockferry.connectors.layout import strides
 
-HANDSHAKE_VERSION = 1
+HANDSHAKE_VERSION = 2
 
 
 def encode_endpoint(endpoint: PoolEndpoint) -> bytes:
@@ -37,10 +39,8 @@ def decode_endpoint(data: bytes) -> PoolEndpoint:
             f"handshake version {version} of the peer is not {HANDSHAKE_VERSION}; run one release everywhere"
         )
     try:
-        layout = value["layout"]
-        layout["layer_ids"] = tuple(layout["layer_ids"])
-        return PoolEndpoint(**(value | {"layout": PoolLayout(**layout)}))
-    except (KeyError, TypeError) as error:
+        return PoolEndpoint(**(value | {"layouts": tuple(_layout_from(layout) for layout in value["layouts"])}))
+    except (KeyError, TypeError, ValueError) as error:
         raise HandshakeRefused(f"handshake of version {version} with fields that do not fit: {error}") from error
 
 
@@ -48,32 +48,32 @@ def check_compatible(own: PoolEndpoint, peer: PoolEndpoint) -> None:
     """Raises HandshakeRefused, naming the field and both values, when bytes of one mean nothing to the other."""
     if own.instance_id == peer.instance_id:
         raise HandshakeRefused(f"instance_id={own.instance_id!r} on both sides; a transfer joins two instances")
-    pairs = {
-        "transport": (own.transport, peer.transport),
-        "model_fingerprint": (own.model_fingerprint, peer.model_fingerprint),
-        "dtype": (own.layout.dtype, peer.layout.dtype),
-        "content_bytes": (own.layout.content_bytes, peer.layout.content_bytes),
-    }
-    for field, (here, there) in pairs.items():
-        if here != there:
-            raise HandshakeRefused(
-                f"{field}={there!r} of {describe(peer)} differs from {here!r} of {describe(own)}; "
-                "both instances must serve the same model with the same cache type"
-            )
+    _check_equal(
+        _Difference(own=own, peer=peer),
+        {
+            "transport": (own.transport, peer.transport),
+            "model_fingerprint": (own.model_fingerprint, peer.model_fingerprint),
+        },
+    )
     _check_order(own)
     _check_order(peer)
+    for mine in own.layouts:
+        for theirs in peer.layouts:
+            shared = tuple(layer_id for layer_id in mine.layer_ids if layer_id in theirs.layer_ids)
+            if shared:
+                _check_layouts(_Difference(own=own, peer=peer, layer_ids=shared), mine, theirs)
 
 
 def check_coverage(own: PoolEndpoint, peers: Sequence[PoolEndpoint]) -> None:
     """Raises HandshakeRefused unless the ranks of one peer instance together store every layer and head of `own`."""
     wanted = _cells(own)
-    stored: set[tuple[int, int]] = set()
+    stored: set[_Cell] = set()
     for peer in peers:
         stored |= _cells(peer)
-    missing = sorted(wanted - stored)
+    missing = wanted - stored
     if missing:
-        layers = sorted({layer_id for layer_id, _ in missing})
-        heads = sorted({head for _, head in missing})
+        layers = sorted({cell.layer_id for cell in missing})
+        heads = sorted({cell.head for cell in missing})
         raise HandshakeRefused(
             f"layer_ids {layers} with KV heads {heads} of {describe(own)} are stored by no rank of instance "
             f"{peers[0].instance_id if peers else '(none)'!r}; connect every rank of it at once"
@@ -93,15 +93,72 @@ def local_host_id() -> str:
     return hashlib.sha256(f"{boot_id} {namespace} {shared.st_dev}".encode()).hexdigest()[:16]
 
 
-def _cells(endpoint: PoolEndpoint) -> set[tuple[int, int]]:
-    """(layer, head) pairs that a rank stores."""
-    layout = endpoint.layout
-    heads = range(layout.head_start, layout.head_start + layout.num_heads)
-    return {(layer_id, head) for layer_id in layout.layer_ids for head in heads}
+class _Cell(NamedTuple):
+    """What some rank of an instance must store."""
+
+    group: int
+    layer_id: int
+    head: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Difference:
+    """Where two endpoints are being compared, for the message."""
+
+    own: PoolEndpoint
+    peer: PoolEndpoint
+    layer_ids: tuple[int, ...] = ()
+
+    def refuse(self, field: str, here: object, there: object, *, remedy: str) -> NoReturn:
+        """Raise the refusal."""
+        where = f" of layer_ids {list(self.layer_ids)}" if self.layer_ids else ""
+        raise HandshakeRefused(
+            f"{field}={there!r}{where} of {describe(self.peer)} differs from {here!r} of {describe(self.own)}; {remedy}"
+        )
+
+
+def _check_layouts(difference: _Difference, mine: PoolLayout, theirs: PoolLayout) -> None:
+    """Raises HandshakeRefused unless the layers that both store mean the same."""
+    if mine.group != theirs.group:
+        remedy = "plan both instances with the same cache groups (same planner, same layers)"
+        difference.refuse("group", mine.group, theirs.group, remedy=remedy)
+    _check_equal(difference, {"content": (str(mine.content), str(theirs.content))})
+    if mine.content is ContentKind.STATE and mine.tp_size != theirs.tp_size:
+        remedy = "recurrent states are sharded by tensor parallelism; use one tensor_parallel on both sides"
+        difference.refuse("tp_size", mine.tp_size, theirs.tp_size, remedy=remedy)
+    _check_equal(
+        difference,
+        {"dtype": (mine.dtype, theirs.dtype), "content_bytes": (mine.content_bytes, theirs.content_bytes)},
+    )
+
+
+def _check_equal(difference: _Difference, values: Mapping[str, tuple[object, object]]) -> None:
+    for field, (here, there) in values.items():
+        if here != there:
+            remedy = "both instances must serve the same model with the same cache type"
+            difference.refuse(field, here, there, remedy=remedy)
+
+
+def _cells(endpoint: PoolEndpoint) -> set[_Cell]:
+    """What a rank stores."""
+    return {
+        _Cell(layout.group, layer_id, head)
+        for layout in endpoint.layouts
+        for layer_id in layout.layer_ids
+        for head in range(layout.head_start, layout.head_start + layout.num_heads)
+    }
+
+
+def _layout_from(value: dict[str, Any]) -> PoolLayout:
+    """Raises KeyError, TypeError or ValueError for a map that is no PoolLayout."""
+    steps = value["strides"]
+    kinds = {"layer_ids": tuple(value["layer_ids"]), "content": ContentKind(value["content"])}
+    return PoolLayout(**(value | kinds | {"strides": None if steps is None else Strides(*steps)}))
 
 
 def _check_order(endpoint: PoolEndpoint) -> None:
     try:
-        strides(endpoint.layout)
+        for layout in endpoint.layouts:
+            strides(layout)
     except ValueError as error:
         raise HandshakeRefused(f"order of {describe(endpoint)}: {error}") from error

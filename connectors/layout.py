@@ -2,9 +2,9 @@
 
 Pure arithmetic on PoolLayouts; touches no memory and knows no transport. Legend: R runs, S token segments.
 
-A transfer is the intersection of two boxes (tokens x layers x heads). Tokens are cut into segments that lie in
-one block on both sides; within a segment both pools are strided arrays over the axes (layer, head, token) with
-C bytes innermost:
+A part of a transfer is the intersection of two boxes (tokens x layers x heads). Tokens are cut into segments that
+lie in one block on both sides; within a segment both pools are strided arrays over the axes (layer, head, token)
+with C bytes innermost:
 
     src  base_s + layer * src_stride + head * src_stride + token * src_stride + [0, C)
     dst  base_d + layer * dst_stride + head * dst_stride + token * dst_stride + [0, C)
@@ -17,22 +17,13 @@ and consecutive block ids wherever both layouts allow it.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 
-from blockferry.connectors.base import Int32Array, Int64Array, PoolLayout
+from blockferry.connectors.base import Int32Array, Int64Array, PoolLayout, Strides, TransferPart
 
 AXES = frozenset("BLHN")
-
-
-class Strides(NamedTuple):
-    """Bytes from one block, layer slot, head or token of a pool to the next."""
-
-    block: int
-    layer: int
-    head: int
-    token: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,15 +65,16 @@ class _Side:
     first_token: int
 
     def borders(self, num_tokens: int) -> Int64Array:
-        """Tokens of the transfer at which a block starts."""
+        """Tokens of the transfer at which a block starts, and the first one."""
         block_size = self.layout.block_size
-        return np.arange(-self.first_token % block_size, num_tokens, block_size, dtype=np.int64)
+        borders = np.arange(-(self.first_token % block_size), num_tokens, block_size, dtype=np.int64)
+        return np.maximum(borders, 0)
 
     def offsets(self, tokens: Int64Array) -> Int64Array:
         """Byte offsets of tokens of the transfer, at layer slot 0 and head 0."""
         column, within = np.divmod(tokens + self.first_token, self.layout.block_size)
         bases: Int64Array = self.block_ids[column].astype(np.int64) * self.strides.block
-        bases += within * self.strides.token
+        bases += within * self.strides.token + self.layout.offset
         return bases
 
 
@@ -97,6 +89,8 @@ class _Segments:
 
 def strides(layout: PoolLayout) -> Strides:
     """Strides of a pool. Raises ValueError for an order that is not B, L, H, N in some order and then C."""
+    if layout.strides is not None:
+        return layout.strides
     if len(layout.order) != 5 or layout.order[-1] != "C" or frozenset(layout.order[:-1]) != AXES:
         raise ValueError(
             f"layout order {layout.order!r} is not B, L, H and N in some order followed by C; "
@@ -112,31 +106,23 @@ def strides(layout: PoolLayout) -> Strides:
 
 
 def overlaps(one: PoolLayout, other: PoolLayout) -> bool:
-    """Whether two pools store any common layer and head."""
-    has_heads = _first_head(one, other) < _end_head(one, other)
+    """Whether two pools store any common layer and head of one group."""
+    has_heads = one.group == other.group and _first_head(one, other) < _end_head(one, other)
     return has_heads and not set(one.layer_ids).isdisjoint(other.layer_ids)
 
 
-def intersect_runs(
-    src: PoolLayout,
-    dst: PoolLayout,
-    *,
-    src_block_ids: Int32Array,
-    dst_block_ids: Int32Array,
-    num_tokens: int,
-    first_token: int = 0,
-) -> Runs:
-    """Runs that copy `num_tokens` tokens, of every layer and head that both pools store, from src to dst.
+def intersect_runs(src: PoolLayout, dst: PoolLayout, part: TransferPart) -> Runs:
+    """Runs that copy a part's tokens, of every layer and head that both pools store, from src to dst.
 
-    Token i of the transfer is token first_token + i along src_block_ids and token i along dst_block_ids.
     Costs O(R log R). Raises ValueError when the block ids do not hold the tokens or lie outside a pool.
     """
-    _check_blocks("source", src, src_block_ids, first_token + num_tokens)
-    _check_blocks("destination", dst, dst_block_ids, num_tokens)
+    num_tokens = part.num_tokens
+    _check_blocks("source", src, part.src_block_ids, part.first_token + num_tokens)
+    _check_blocks("destination", dst, part.dst_block_ids, part.dst_first_token + num_tokens)
     if num_tokens <= 0 or not overlaps(src, dst):
-        return _no_runs()
-    source = _Side(layout=src, strides=strides(src), block_ids=src_block_ids, first_token=first_token)
-    target = _Side(layout=dst, strides=strides(dst), block_ids=dst_block_ids, first_token=0)
+        return merge_runs([])
+    source = _Side(layout=src, strides=strides(src), block_ids=part.src_block_ids, first_token=part.first_token)
+    target = _Side(layout=dst, strides=strides(dst), block_ids=part.dst_block_ids, first_token=part.dst_first_token)
     layers, heads = _layer_axis(source, target), _head_axis(source, target)
     segments = _segments(source, target, num_tokens)
     parts = []
@@ -146,7 +132,23 @@ def intersect_runs(
         is_length = segments.num_tokens == length
         blocks = _Axis(src=segments.src_bases[is_length], dst=segments.dst_bases[is_length])
         parts.append(_expand([tokens, heads, layers], blocks, dst.content_bytes))
-    return _merge(parts)
+    return merge_runs(parts)
+
+
+def merge_runs(parts: Sequence[Runs]) -> Runs:
+    """All runs of parts, ordered by source offset; those that continue each other on both sides are joined."""
+    if not parts:
+        empty = np.empty(0, np.int64)
+        return Runs(src_offsets=empty, dst_offsets=empty, lengths=empty)
+    src = np.concatenate([part.src_offsets for part in parts])
+    dst = np.concatenate([part.dst_offsets for part in parts])
+    lengths = np.concatenate([part.lengths for part in parts])
+    order = np.argsort(src, kind="stable")
+    src, dst, lengths = src[order], dst[order], lengths[order]
+    is_start = np.ones(len(src), np.bool_)
+    is_start[1:] = (src[1:] != src[:-1] + lengths[:-1]) | (dst[1:] != dst[:-1] + lengths[:-1])
+    starts = np.flatnonzero(is_start)
+    return Runs(src_offsets=src[starts], dst_offsets=dst[starts], lengths=np.add.reduceat(lengths, starts))
 
 
 def split_runs(runs: Runs, max_bytes: int) -> Runs:
@@ -220,21 +222,3 @@ def _expand(axes: list[_Axis], blocks: _Axis, content_bytes: int) -> Runs:
         dst_offsets = (dst_offsets[:, None] + axis.dst).ravel()
     lengths = np.full(len(src_offsets), run_bytes, np.int64)
     return Runs(src_offsets=src_offsets, dst_offsets=dst_offsets, lengths=lengths)
-
-
-def _merge(parts: list[Runs]) -> Runs:
-    """Join runs that continue each other on both sides."""
-    src = np.concatenate([part.src_offsets for part in parts])
-    dst = np.concatenate([part.dst_offsets for part in parts])
-    lengths = np.concatenate([part.lengths for part in parts])
-    order = np.argsort(src, kind="stable")
-    src, dst, lengths = src[order], dst[order], lengths[order]
-    is_start = np.ones(len(src), np.bool_)
-    is_start[1:] = (src[1:] != src[:-1] + lengths[:-1]) | (dst[1:] != dst[:-1] + lengths[:-1])
-    starts = np.flatnonzero(is_start)
-    return Runs(src_offsets=src[starts], dst_offsets=dst[starts], lengths=np.add.reduceat(lengths, starts))
-
-
-def _no_runs() -> Runs:
-    empty = np.empty(0, np.int64)
-    return Runs(src_offsets=empty, dst_offsets=empty, lengths=empty)

@@ -6,12 +6,14 @@ Owns every Peer. Used by the transfer thread only; starts no thread and reports 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from blockferry.connectors import handshake
 from blockferry.connectors.base import (
+    ContentKind,
     Int64Array,
     Peer,
     PoolEndpoint,
@@ -19,10 +21,11 @@ from blockferry.connectors.base import (
     Region,
     TransferCommand,
     TransferMode,
+    TransferPart,
     Transport,
     TransportError,
 )
-from blockferry.connectors.layout import Runs, intersect_runs, overlaps, split_runs
+from blockferry.connectors.layout import Runs, intersect_runs, merge_runs, overlaps, split_runs
 
 
 class Link:
@@ -61,6 +64,21 @@ class Link:
             self.drop(self._peer)
 
 
+class LayoutPair(NamedTuple):
+    """Two layouts, of this rank and of a peer, that both store something of one group."""
+
+    own: PoolLayout
+    peer: PoolLayout
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What this rank exchanges with one peer."""
+
+    link: Link
+    pairs: tuple[LayoutPair, ...]
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
     """A transfer's runs to one peer, cut into batches that are posted and flushed as one."""
@@ -82,53 +100,82 @@ class Batches:
         return int(lengths.sum())
 
 
-def make_batches(command: TransferCommand, *, own: PoolLayout, peer: PoolLayout, batch_bytes: int) -> Batches:
+def make_batches(command: TransferCommand, pairs: Sequence[LayoutPair], *, batch_bytes: int) -> Batches:
     """What `command` asks of this rank towards one peer. Raises ValueError for blocks that do not fit the pools."""
     is_push = command.mode is TransferMode.PUSH
-    src, dst = (own, peer) if is_push else (peer, own)
-    runs = split_runs(
-        intersect_runs(
-            src,
-            dst,
-            src_block_ids=command.src_block_ids,
-            dst_block_ids=command.dst_block_ids,
-            num_tokens=_whole_blocks(command, src, dst),
-            first_token=command.first_token,
-        ),
-        batch_bytes,
-    )
+    found = []
+    for part in command.parts:
+        for own, peer in pairs:
+            if own.group == part.group:
+                src, dst = (own, peer) if is_push else (peer, own)
+                found.append(intersect_runs(src, dst, _in_whole_blocks(part, src, dst)))
+    runs = split_runs(merge_runs(found), batch_bytes)
     local, remote = (runs.src_offsets, runs.dst_offsets) if is_push else (runs.dst_offsets, runs.src_offsets)
     return Batches(
         local_offsets=local, remote_offsets=remote, lengths=runs.lengths, ends=_batch_ends(runs, batch_bytes)
     )
 
 
-def choose_sources(own: PoolEndpoint, links: Sequence[Link], mode: TransferMode) -> list[Link]:
-    """The peers that this rank exchanges bytes with.
+def choose_shares(own: PoolEndpoint, links: Sequence[Link], mode: TransferMode) -> list[Share]:
+    """The peers that this rank exchanges bytes with, and of which layouts.
 
-    A pull reads each head once: of peers that hold the same slice (KV heads replicated over tensor-parallel
-    ranks) one is read, another one by each reading rank so that the load spreads. A push writes to every peer.
+    Every byte moves once, where ranks know of each other's copies. A pull reads each head once: of peers that hold
+    the same slice (KV heads replicated over tensor-parallel ranks, latents) one is read, another one by each reading
+    rank so that the load spreads. A push writes to every peer that lacks it, a copy of a latent to those peers that
+    would have read this copy.
     """
-    sharing = [link for link in links if overlaps(own.layout, link.endpoint.layout)]
-    if mode is TransferMode.PUSH:
-        return sharing
-    replicas: dict[tuple[tuple[int, ...], int, int], list[Link]] = {}
-    for link in sharing:
-        layout = link.endpoint.layout
-        replicas.setdefault((layout.layer_ids, layout.head_start, layout.num_heads), []).append(link)
-    return [group[own.tp_rank % len(group)] for group in replicas.values()]
+    choose = _pushed if mode is TransferMode.PUSH else _pulled
+    shares: dict[int, list[LayoutPair]] = {}
+    for number, pair in choose(own, links):
+        shares.setdefault(number, []).append(pair)
+    return [Share(link=links[number], pairs=tuple(pairs)) for number, pairs in sorted(shares.items())]
 
 
-def _whole_blocks(command: TransferCommand, src: PoolLayout, dst: PoolLayout) -> int:
-    """Tokens to move: the last block whole where both sides have it, which makes its page one run."""
-    if not command.num_tokens:
-        return 0
-    rounded = -(-command.num_tokens // dst.block_size) * dst.block_size
+def _pushed(own: PoolEndpoint, links: Sequence[Link]) -> Iterator[tuple[int, LayoutPair]]:
+    """Pairs to write to, with the number of their link."""
+    for number, link in enumerate(links):
+        for pair in _pairs(own, link):
+            is_copy = pair.own.content is ContentKind.LATENT
+            if not is_copy or link.endpoint.tp_rank % pair.own.tp_size == own.tp_rank:
+                yield number, pair
+
+
+def _pulled(own: PoolEndpoint, links: Sequence[Link]) -> Iterator[tuple[int, LayoutPair]]:
+    """Pairs to read from, with the number of their link: one of each set of equal slices."""
+    replicas: dict[tuple[int, tuple[int, ...], int, int], list[int]] = {}  # numbers of links, by the peer's slice
+    for number, link in enumerate(links):
+        for layout in link.endpoint.layouts:
+            replicas.setdefault(_slice(layout), []).append(number)
+    for number, link in enumerate(links):
+        for pair in _pairs(own, link):
+            same = replicas[_slice(pair.peer)]
+            if same[own.tp_rank % len(same)] == number:
+                yield number, pair
+
+
+def _pairs(own: PoolEndpoint, link: Link) -> Iterator[LayoutPair]:
+    for mine in own.layouts:
+        for layout in link.endpoint.layouts:
+            if overlaps(mine, layout):
+                yield LayoutPair(own=mine, peer=layout)
+
+
+def _slice(layout: PoolLayout) -> tuple[int, tuple[int, ...], int, int]:
+    """Equal for layouts that hold copies of the same bytes."""
+    return layout.group, layout.layer_ids, layout.head_start, layout.num_heads
+
+
+def _in_whole_blocks(part: TransferPart, src: PoolLayout, dst: PoolLayout) -> TransferPart:
+    """The part with its last block whole where both sides have it, which makes its page one run."""
+    if not part.num_tokens:
+        return part
+    stop = part.dst_first_token + part.num_tokens
+    rounded = -(-stop // dst.block_size) * dst.block_size - part.dst_first_token
     capacity = min(
-        len(command.src_block_ids) * src.block_size - command.first_token,
-        len(command.dst_block_ids) * dst.block_size,
+        len(part.src_block_ids) * src.block_size - part.first_token,
+        len(part.dst_block_ids) * dst.block_size - part.dst_first_token,
     )
-    return max(command.num_tokens, min(rounded, capacity))
+    return dataclasses.replace(part, num_tokens=max(part.num_tokens, min(rounded, capacity)))
 
 
 def _batch_ends(runs: Runs, batch_bytes: int) -> Int64Array:

@@ -11,9 +11,9 @@ thread (one caller at a time: the scheduler's loop).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from blockferry.connectors.base import Int32Array, TransferCommand, TransferEvent, TransferMode, TransferState
+from blockferry.connectors.base import TransferCommand, TransferEvent, TransferMode, TransferPart, TransferState
 
 # The worst rank decides: bytes are missing when any failed, a cancelled rank outranks one that was done.
 _SEVERITY = {TransferState.DONE: 0, TransferState.CANCELLED: 1, TransferState.FAILED: 2}
@@ -88,16 +88,8 @@ class PdScheduler:
         """Declare an instance, before any transfer that involves it."""
         self._num_ranks[instance_id] = num_ranks
 
-    def begin(  # noqa: PLR0913  the two sides of a transfer
-        self,
-        *,
-        src_instance_id: str,
-        dst_instance_id: str,
-        src_block_ids: Int32Array,
-        dst_block_ids: Int32Array,
-        num_tokens: int,
-        now_s: float,
-        first_token: int = 0,
+    def begin(
+        self, parts: Sequence[TransferPart], *, src_instance_id: str, dst_instance_id: str, now_s: float
     ) -> TransferCommand:
         """Number a transfer and follow it. Send the command to every rank of command.executing_instance_id.
 
@@ -108,10 +100,7 @@ class PdScheduler:
             mode=self.mode,
             src_instance_id=src_instance_id,
             dst_instance_id=dst_instance_id,
-            src_block_ids=src_block_ids,
-            dst_block_ids=dst_block_ids,
-            num_tokens=num_tokens,
-            first_token=first_token,
+            parts=tuple(parts),
             deadline_s=self.transfer_timeout_s,
         )
         for instance_id in (src_instance_id, dst_instance_id):

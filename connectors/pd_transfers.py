@@ -30,7 +30,7 @@ from blockferry.connectors.base import (
     TransferState,
     TransportError,
 )
-from blockferry.connectors.pd_links import Batches, Link, choose_sources, make_batches
+from blockferry.connectors.pd_links import Batches, Link, choose_shares, make_batches
 
 logger = logging.getLogger(__name__)
 
@@ -174,13 +174,11 @@ class Transfers:
             raise TransportError(f"{self._own.instance_id} is not connected to it; connect() comes first")
         return [
             _Part(
-                link=link,
-                peer=link.peer(),
-                batches=make_batches(
-                    command, own=self._own.layout, peer=link.endpoint.layout, batch_bytes=self._limits.batch_bytes
-                ),
+                link=share.link,
+                peer=share.link.peer(),
+                batches=make_batches(command, share.pairs, batch_bytes=self._limits.batch_bytes),
             )
-            for link in choose_sources(self._own, links, command.mode)
+            for share in choose_shares(self._own, links, command.mode)
         ]
 
     def _advance_part(self, transfer: _Transfer, part: _Part) -> bool:

@@ -79,16 +79,18 @@ class PdWorker:
         self._region = self._transport.allocate(num_bytes)
         return self._region.view
 
-    def endpoint(self, layout: PoolLayout) -> bytes:
+    def endpoint(self, layouts: Sequence[PoolLayout]) -> bytes:
         """This rank's handshake, for connect() of every peer; from now on peers are served.
 
-        Raises ValueError when the layout is larger than the pool.
+        `layouts` say where everything lies that is ferried, of all cache groups. Raises ValueError when one reaches
+        beyond the pool.
         """
         assert self._region is not None, "allocate() comes first"
         assert self._thread is None, "endpoint() is called once"
-        if layout.num_bytes > self._region.view.nbytes:
+        num_bytes = max((layout.num_bytes for layout in layouts), default=0)
+        if num_bytes > self._region.view.nbytes:
             raise ValueError(
-                f"a layout of {layout.num_bytes} bytes does not fit the pool of {self._region.view.nbytes}; "
+                f"a layout of {num_bytes} bytes does not fit the pool of {self._region.view.nbytes}; "
                 "allocate layout.num_bytes"
             )
         self._own = PoolEndpoint(
@@ -96,7 +98,7 @@ class PdWorker:
             tp_rank=self._identity.tp_rank,
             pp_rank=self._identity.pp_rank,
             model_fingerprint=self._identity.model_fingerprint,
-            layout=layout,
+            layouts=tuple(layouts),
             transport=self._transport.name,
             host_id=handshake.local_host_id(),
             address=self._transport.address,

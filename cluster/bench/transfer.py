@@ -17,7 +17,7 @@ import numpy as np
 
 from blockferry.cluster.bench.report import Plot, Report, Result
 from blockferry.cluster.bench.transfer_peer import FAR, NEAR, TRANSPORTS, Check, End, FarEnd, make_layout, send_plain
-from blockferry.connectors.base import Int32Array, TransferCommand, TransferMode, TransportError
+from blockferry.connectors.base import Int32Array, TransferCommand, TransferMode, TransferPart, TransportError
 from blockferry.connectors.layout import intersect_runs
 from blockferry.connectors.transport.native_loops import copy_runs
 
@@ -148,9 +148,7 @@ class _Bench:
             mode=TransferMode(case.mode),
             src_instance_id=src,
             dst_instance_id=dst,
-            src_block_ids=blocks.src,
-            dst_block_ids=blocks.dst,
-            num_tokens=len(blocks.src) * self._layout.block_size,
+            parts=(self._part(blocks),),
             deadline_s=_DEADLINE_S,
         )
         self._next_id += 1
@@ -158,12 +156,13 @@ class _Bench:
         num_bytes = self._near.ferry(command)
         return num_bytes / (time.perf_counter() - started_s) / GIB
 
+    def _part(self, blocks: _Blocks) -> TransferPart:
+        num_tokens = len(blocks.src) * self._layout.block_size
+        return TransferPart(group=0, src_block_ids=blocks.src, dst_block_ids=blocks.dst, num_tokens=num_tokens)
+
     def _ceiling(self, case: Case, blocks: _Blocks) -> float:
         """GiB/s of the same runs without a transport."""
-        num_tokens = len(blocks.src) * self._layout.block_size
-        runs = intersect_runs(
-            self._layout, self._layout, src_block_ids=blocks.src, dst_block_ids=blocks.dst, num_tokens=num_tokens
-        )
+        runs = intersect_runs(self._layout, self._layout, self._part(blocks))
         source, target = self._near.pool, self._spare
         if case.path == "tcp":
             port = self._far.begin_receive(runs.num_bytes)

@@ -73,7 +73,7 @@ class End:
         self._pattern: tuple[int, ByteArray] | None = None
         self._worker = PdWorker(UcxTransport(UcxOptions(transports=TRANSPORTS[path])), identity, self._events.put)
         self.pool = self._worker.allocate(layout.num_bytes)
-        self.endpoint = self._worker.endpoint(layout)
+        self.endpoint = self._worker.endpoint((layout,))
 
     @property
     def pages(self) -> ByteArray:

@@ -39,6 +39,11 @@ class LedgerLog:
         """Whether add_new() logs anything at all."""
         return bool(self._zero)
 
+    @property
+    def has_orders(self) -> bool:
+        """Whether there are blocks to copy or to clear, not taken yet."""
+        return bool(self.copies) or any(self._zero.values())
+
     def add(self, groups: Int32Array, rows: Int32Array, columns: Int32Array, block_ids: Int32Array) -> None:
         """Log entries as they are written: block_ids [C], or [G, C] for groups [G] that change alike."""
         if block_ids.size:

@@ -281,6 +281,11 @@ class KVCacheManager:
         """Block table changes since the last take, in order, without those of rows freed since."""
         return self._log.take()
 
+    @property
+    def has_orders(self) -> bool:
+        """Whether the next step must copy or clear blocks."""
+        return self._log.has_orders
+
     def take_copies(self) -> NDArray[np.int32]:
         """Blocks to copy before anything of the step is computed, [n, 3]: group, source, target; in order.
 

@@ -54,6 +54,23 @@ def check_handoffs(handoffs: Iterable[Handoff]) -> None:
         if is_reserved:
             phase = handoff.target.batch.phase[handoff.target_row]
             _require(phase == Phase.INCOMING, handoff.target, "a reserved row is not INCOMING", handoff.target_row)
+        if handoff.transfer_id is not None:
+            _check_transfer(handoff)
+
+
+def _check_transfer(handoff: Handoff) -> None:
+    """Bytes may be under way: the blocks they leave and reach are held, and no step writes them."""
+    source, target = handoff.source, handoff.target
+    is_fenced = target.retired_step < handoff.fence_step
+    _require(not is_fenced, target, f"a transfer runs before step {handoff.fence_step} retired", handoff.ticket.handle)
+    for part in handoff.parts:
+        for instance, row, block_ids in (
+            (source, handoff.source_row, part.src_block_ids),
+            (target, handoff.target_row, part.dst_block_ids),
+        ):
+            lost = np.setdiff1d(block_ids, instance.kv.block_ids(row, part.group)).tolist()
+            _require(not lost, instance, f"row {row} gave blocks of group {part.group} back that are ferried", lost)
+            _require(NULL_BLOCK_ID not in block_ids, instance, f"row {row} ferries null blocks of group", part.group)
 
 
 def _check_row(instance: Instance, row: int, samples: Int64Array) -> None:
@@ -82,8 +99,10 @@ def _check_row(instance: Instance, row: int, samples: Int64Array) -> None:
 
 
 def _check_blocks(instance: Instance, row: int) -> None:
-    """The row must hold every block that its next token reads, in every group."""
+    """The row must hold every block that its next token reads, in every group; once all has come that is to come."""
     num_computed = int(instance.rows.num_computed_tokens[row])
+    if instance.batch.phase[row] == Phase.INCOMING:
+        num_computed = int(instance.rows.num_tokens[row])
     num_prompt_tokens = int(instance.rows.num_prompt_tokens[row])
     for number, group in enumerate(instance.kv.config.groups):
         rule = rule_of(group.spec)

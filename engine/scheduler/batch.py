@@ -7,10 +7,10 @@ computed counts are RowTable's, blocks are the ledger's; nothing here touches ei
 
                      admit                     last chunk planned
             FREE ------------> PREFILL ---------------------------> DECODE
-             |                  ^  | |                               | |
-             | reserve          |  | | preempted                     | | preempted, samples in flight
-             v        recompute |  | +----------+     +--------------+ |
-          INCOMING -------------+  |            v     v                |
+             |                     | |                               | |
+             | reserve             | | preempted                     | | preempted, samples in flight
+             v                     | +----------+     +--------------+ |
+          INCOMING                 |            v     v                |
              |                     |           DRAINING                | last sample planned
              | bytes arrived       |              |                    v
              +------> DECODE       +-----------------------------> PARKED   waits for results, then perhaps

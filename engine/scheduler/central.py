@@ -20,12 +20,13 @@ from blockferry.connectors.pd_scheduler import PdScheduler
 from blockferry.engine.errors import RequestRejected
 from blockferry.engine.request import FinishReason, Request
 from blockferry.engine.scheduler import admission, audit, reports
+from blockferry.engine.scheduler.ferried import check_ferriable
 from blockferry.engine.scheduler.handoff import Handoff, HandoffFailed, LoadFailurePolicy
 from blockferry.engine.scheduler.instance import Instance
 from blockferry.engine.scheduler.outputs import Finished, InstanceLoad, Route, StepOutput
 from blockferry.engine.scheduler.schedule import StepScheduler
 from blockferry.engine.scheduler.sequence import LOCAL_LANE, Rank, Sequence, Ticket, resolve_seed
-from blockferry.engine.scheduler.transfers import Handoffs, check_ferriable
+from blockferry.engine.scheduler.transfers import Handoffs
 from blockferry.engine.scheduler.update import Ended, apply_result
 from blockferry.engine.wire import StepPlan, StepResult
 
@@ -48,7 +49,8 @@ class CentralScheduler:
     ) -> None:
         """`connector` may be None when no route names two instances; every instance is declared to it here.
 
-        Raises ValueError for an unknown policy, ConfigError for a connector between ledgers that cannot be ferried.
+        Raises ValueError for an unknown policy, ConfigError for a connector between ledgers whose groups differ or
+        cannot be ferried.
         """
         self._instances = {instance.instance_id: instance for instance in instances}
         self._steppers = {instance_id: StepScheduler(one) for instance_id, one in self._instances.items()}
@@ -56,8 +58,9 @@ class CentralScheduler:
             if instance.config.policy not in POLICIES:
                 raise ValueError(f"policy={instance.config.policy!r} is unknown; use one of {', '.join(POLICIES)}")
             if connector is not None:
-                check_ferriable(instance)
                 connector.add_instance(instance.instance_id, num_ranks=instance.num_ranks)
+        if connector is not None:
+            check_ferriable(self._instances.values())
         self._can_ferry = connector is not None
         self._handoffs = Handoffs(
             connector or PdScheduler(mode=TransferMode.PUSH, transfer_timeout_s=transfer_timeout_s),
@@ -172,6 +175,7 @@ class CentralScheduler:
         ]
         for ticket in doomed:
             self._leave(ticket)
+        instance.kv.take_copies()  # no step will do them: what they hold goes back
         errors = tuple(self._finish(ticket, FinishReason.ERROR, message=message) for ticket in doomed)
         return StepOutput(finished=output.finished + errors)
 

@@ -1,7 +1,7 @@
 """One request's way from a prefill instance to a decode instance: its states and what it holds. Data only.
 
-                admitted on P            prompt computed,          D steps planned before the
-                blocks on D allocated    P's last chunk retired    allocation have retired
+                admitted on P            prompt computed,          D steps that write D's blocks
+                blocks on D allocated    P's last chunk retired    otherwise have retired (fence)
     WAITING ----------------> RESERVED ----------------> FENCED ----------------> FERRYING
        ^                         |  |                      |  |                   |  |   |
        +-------------------------+  | abort,               |  | lease over,       |  |   | every rank DONE:
@@ -14,8 +14,9 @@
                                     +---------------------------------------- QUIESCING
                                all ranks report no byte under way, or lease and one timeout are over
 
-failed in place   no byte will land any more: P's blocks go; policy recompute computes the prompt on D in the
-                  blocks it holds, policy fail ends the request
+failed in place   no byte will land any more: the blocks of both sides go. Policy fail ends the request, policy
+                  recompute lets it wait on D to be computed anew: D's blocks are those that come after the prompt,
+                  which may lack what the prompt itself reads (windows, states)
 QUIESCING         a byte may still land: no block of either side is given back. The request has left: it
                   ended, or (policy recompute) waits on D to be computed in other blocks
 
@@ -27,6 +28,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from blockferry.connectors.base import TransferPart
 from blockferry.engine.scheduler.instance import Instance
 from blockferry.engine.scheduler.sequence import Sequence, Ticket
 
@@ -66,11 +68,16 @@ class Handoff:
     target: Instance
     target_sequence: Sequence
     state: HandoffState = HandoffState.WAITING
-    fence_step: int = -1  # D steps up to here must have retired before bytes may land
+    fence_step: int = -1  # D steps up to here must have retired before bytes may land, see Instance.reserve
     first_token_id: int | None = None
     lease_ends_s: float = 0.0
     transfer_id: int | None = None
-    num_blocks: int = 0  # ferried
+    parts: tuple[TransferPart, ...] = ()  # of the transfer, once there is one
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the decode side that are ferried, of all groups."""
+        return sum(len(part.dst_block_ids) for part in self.parts)
 
     @property
     def source_row(self) -> int:

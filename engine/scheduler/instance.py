@@ -7,8 +7,9 @@ Blocks are given back when a step is planned, though earlier steps that read the
 out of a window, a state that has been passed, everything of a preempted row. That is safe because workers execute
 plans in order, so whoever gets such a block writes it in a later plan, after the last one that reads it. Bytes of a
 transfer keep no such order; rows that they reach hold still instead: a parked source row and an incoming target row
-are in no plan, so the ledger never skips anything of them, and steps planned before the target's blocks were taken
-retire first (the fence, handoff.py).
+are in no plan, so the ledger never skips anything of them. Steps that may write the target's blocks otherwise retire
+first (the fence, handoff.py): those planned before the blocks were taken, and the one that clears them or copies a
+hit's tokens into them.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ class Instance:
         self.last_step = -1  # last planned
         self.retired_step = -1  # last whose result arrived
         self.num_preemptions = 0
+        self.fence_step = -1  # bytes may land in blocks reserved last once the steps up to here have retired
         self._unannounced: list[int] = []  # rows that the workers have not heard of
 
     # coming in
@@ -117,9 +119,10 @@ class Instance:
         return num_new_tokens
 
     def reserve(self, sequence: Sequence) -> bool:
-        """Give a sequence that is prefilled elsewhere a row and blocks for its whole prompt, uncached (INCOMING).
+        """Give a sequence that is prefilled elsewhere a row and blocks for what its next token reads (INCOMING).
 
-        False when no row or not enough blocks are free, or an older sequence waits here; then nothing has changed.
+        Nothing is cached yet. Bytes may land in the blocks once fence_step has retired. False when no row or not
+        enough blocks are free, or an older sequence waits here; then nothing has changed.
         """
         oldest = self.queue.peek()
         is_behind = oldest is not None and oldest.ticket.rank < sequence.ticket.rank
@@ -133,7 +136,15 @@ class Instance:
         options = dataclasses.replace(
             self._options(hit, kept.num_blocks), num_external_tokens=num_external_tokens, delay_caching=True
         )
-        return self._place(sequence, options, phase=Phase.INCOMING, num_new_tokens=0) is not None
+        if self._place(sequence, options, phase=Phase.INCOMING, num_new_tokens=0) is None:
+            return False
+        self.fence_step = self.last_step + int(self.kv.has_orders)
+        return True
+
+    @property
+    def owes_step(self) -> bool:
+        """Whether a step must be planned even if it computes nothing: bytes wait for what it clears and copies."""
+        return self.fence_step > self.last_step
 
     def next_chunk(self, sequence: Sequence, *, num_budget_tokens: int) -> int:
         """Tokens of the next chunk of a row in PREFILL, at least 1."""
@@ -148,15 +159,14 @@ class Instance:
 
     def activate(self, sequence: Sequence, first_token_id: int) -> None:
         """The prompt's blocks have arrived: cache them and decode on from the first token."""
-        row = self._append_first_token(sequence, first_token_id)
+        row = sequence.row
+        assert row is not None, sequence
+        assert self.batch.phase[row] == Phase.INCOMING, (row, self.batch.phase[row])
+        self.rows.append(np.array([row], np.int32), np.array([first_token_id], np.int32))
+        self._unannounced.append(row)
         self.rows.num_computed_tokens[row] = self.rows.num_prompt_tokens[row]
         self.kv.cache_prefix(row)
         self.batch.set_phase(row, Phase.DECODE)
-
-    def recompute(self, sequence: Sequence, first_token_id: int) -> None:
-        """The prompt's blocks will not arrive: compute it here, in the blocks it holds."""
-        row = self._append_first_token(sequence, first_token_id)
-        self.batch.set_phase(row, Phase.PREFILL)
 
     # going out
 
@@ -271,14 +281,6 @@ class Instance:
         sequence.num_hit_tokens = 0 if options.hit is None else options.hit.num_tokens
         self.rows.num_computed_tokens[row] = sequence.num_hit_tokens
         self.batch.start(row, sequence, phase)
-        return row
-
-    def _append_first_token(self, sequence: Sequence, first_token_id: int) -> int:
-        row = sequence.row
-        assert row is not None, sequence
-        assert self.batch.phase[row] == Phase.INCOMING, (row, self.batch.phase[row])
-        self.rows.append(np.array([row], np.int32), np.array([first_token_id], np.int32))
-        self._unannounced.append(row)
         return row
 
     def _forget_on_workers(self, row: int) -> None:

@@ -97,7 +97,7 @@ class StepScheduler:
         self._plan_prefills(draft, gate)
         if instance.num_preemptions == num_preemptions and self._can_admit():
             self._admit(draft, now_s, gate)
-        return None if draft.is_empty else self._emit(draft)
+        return None if draft.is_empty and not instance.owes_step else self._emit(draft)
 
     def _can_admit(self) -> bool:
         """False while older sequences lack blocks or are on their way back into the queue."""

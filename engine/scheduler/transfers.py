@@ -1,8 +1,7 @@
 """Every hand-off of the deployment, from add to the last byte that may land. handoff.py draws the states.
 
 Owns the hand-offs; issues TransferCommands through the connector and follows their outcomes. Moves no bytes,
-and ends no request itself: requests that fail are returned. Ferries ledgers of one group of full attention, whose
-tables hold a block for every token; check_ferriable() refuses all others when a deployment is put together.
+and ends no request itself: requests that fail are returned. ferried.py says what of a prompt travels.
 """
 
 from __future__ import annotations
@@ -13,10 +12,7 @@ import numpy as np
 
 from blockferry.connectors.base import TransferCommand, TransferEvent, TransferState
 from blockferry.connectors.pd_scheduler import PdScheduler, TransferOutcome
-from blockferry.engine.errors import ConfigError
-from blockferry.engine.kv.reach import SpecKind
-from blockferry.engine.kv.spec import KVCacheSpec
-from blockferry.engine.request import Int32Array
+from blockferry.engine.scheduler.ferried import ferried_parts
 from blockferry.engine.scheduler.handoff import Handoff, HandoffFailed, HandoffState, LoadFailurePolicy
 from blockferry.engine.scheduler.instance import Instance
 from blockferry.engine.scheduler.sequence import LOCAL_LANE, Sequence, Ticket
@@ -49,7 +45,7 @@ class Handoffs:
         handoff = self._in_state(sequence, HandoffState.WAITING)
         if not handoff.target.reserve(handoff.target_sequence):
             return False
-        handoff.fence_step = handoff.target.last_step
+        handoff.fence_step = handoff.target.fence_step
         handoff.state = HandoffState.RESERVED
         return True
 
@@ -109,7 +105,7 @@ class Handoffs:
         if outcome.state is TransferState.DONE:
             self._deliver(handoff)
             return []
-        return self._fail_in_place(handoff, _reason(outcome))
+        return self._fail(handoff, _reason(outcome))
 
     def expire(self, now_s: float) -> list[HandoffFailed]:
         """Apply leases and deadlines; to be called often against both durations."""
@@ -121,7 +117,7 @@ class Handoffs:
         for handoff in self._select(lambda one: now_s >= one.lease_ends_s):
             reason = f"its lease of {self._lease_s:g} s is over"
             if handoff.state is HandoffState.FENCED:
-                failed += self._fail_in_place(handoff, reason)
+                failed += self._fail(handoff, reason)
             elif handoff.state is HandoffState.FERRYING:
                 failed += self._abandon(handoff, reason)
         self._bury(now_s)
@@ -149,7 +145,7 @@ class Handoffs:
         failed: list[HandoffFailed] = []
         for handoff in self._select(lambda one: one.source is instance):
             if handoff.state is HandoffState.FENCED:
-                failed += self._fail_in_place(handoff, reason)
+                failed += self._fail(handoff, reason)
             elif handoff.state is HandoffState.FERRYING:
                 failed += self._abandon(handoff, reason)
         return failed
@@ -166,22 +162,14 @@ class Handoffs:
     # transitions
 
     def _start(self, handoff: Handoff, now_s: float) -> None:
-        source, target = handoff.source, handoff.target
-        num_tokens = handoff.ticket.num_prompt_tokens
-        num_hit_tokens = handoff.target_sequence.num_hit_tokens  # D's own prefix hit is not ferried
-        src_block_ids = _ferried_blocks(source, handoff.source_row, num_hit_tokens, num_tokens)
-        dst_block_ids = _ferried_blocks(target, handoff.target_row, num_hit_tokens, num_tokens)
+        handoff.parts = ferried_parts(handoff)
         command = self._connector.begin(
-            src_instance_id=source.instance_id,
-            dst_instance_id=target.instance_id,
-            src_block_ids=src_block_ids,
-            dst_block_ids=dst_block_ids,
-            num_tokens=num_tokens - num_hit_tokens,
+            handoff.parts,
+            src_instance_id=handoff.source.instance_id,
+            dst_instance_id=handoff.target.instance_id,
             now_s=now_s,
-            first_token=num_hit_tokens % _ferried_spec(source).block_size,
         )
         handoff.transfer_id = command.transfer_id
-        handoff.num_blocks = len(dst_block_ids)
         handoff.state = HandoffState.FERRYING
         self._moving[command.transfer_id] = handoff
         self._commands.append(command)
@@ -194,25 +182,24 @@ class Handoffs:
         handoff.target.activate(handoff.target_sequence, handoff.first_token_id)
         handoff.ticket.sequence = handoff.target_sequence
 
-    def _fail_in_place(self, handoff: Handoff, reason: str) -> list[HandoffFailed]:
-        assert handoff.first_token_id is not None, handoff.state
+    def _fail(self, handoff: Handoff, reason: str) -> list[HandoffFailed]:
+        """No byte will land any more, and not all of them have."""
         del self._by_handle[handoff.ticket.handle]
-        if self._policy is LoadFailurePolicy.FAIL:
-            handoff.give_back()
-            return [HandoffFailed(ticket=handoff.ticket, message=handoff.describe_failure(reason))]
-        handoff.source.drop(handoff.source_sequence)
-        handoff.target.recompute(handoff.target_sequence, handoff.first_token_id)
-        handoff.ticket.sequence = handoff.target_sequence
-        return []
+        handoff.give_back()
+        return self._go_on_without(handoff, reason)
 
     def _abandon(self, handoff: Handoff, reason: str) -> list[HandoffFailed]:
         """Let the request go on without blocks that a byte may still reach."""
+        del self._by_handle[handoff.ticket.handle]
+        self._quiesce(handoff)
+        return self._go_on_without(handoff, reason)
+
+    def _go_on_without(self, handoff: Handoff, reason: str) -> list[HandoffFailed]:
+        """End the request or, by policy, let it wait on D to be computed there."""
         assert handoff.first_token_id is not None, handoff.state
         ticket = handoff.ticket
-        del self._by_handle[ticket.handle]
-        self._quiesce(handoff)
+        ticket.num_output_tokens = 1
         if self._policy is LoadFailurePolicy.FAIL:
-            ticket.num_output_tokens = 1
             return [HandoffFailed(ticket=ticket, message=handoff.describe_failure(reason))]
         ticket.sequence = Sequence(
             ticket=ticket,
@@ -249,30 +236,6 @@ class Handoffs:
         handoff = self._by_handle[sequence.ticket.handle]
         assert handoff.state is state, (handoff.ticket.handle, handoff.state, state)
         return handoff
-
-
-def check_ferriable(instance: Instance) -> None:
-    """Raises ConfigError for an instance whose sequences cannot be handed over."""
-    groups = instance.kv.config.groups
-    kinds = [group.spec.kind for group in groups]
-    if kinds in ([SpecKind.FULL_ATTENTION], [SpecKind.MLA]):
-        return
-    raise ConfigError(
-        "instances",
-        f"{instance.instance_id} is to hand sequences over, but its cache has {len(groups)} groups "
-        f"({', '.join(kinds)}), and only one group of full attention can be ferried; use role mixed",
-    )
-
-
-def _ferried_spec(instance: Instance) -> KVCacheSpec:
-    """The spec of the one group that check_ferriable() lets through."""
-    return instance.kv.config.groups[0].spec
-
-
-def _ferried_blocks(instance: Instance, row: int, first_token: int, num_tokens: int) -> Int32Array:
-    """The row's blocks that hold tokens [first_token, num_tokens)."""
-    spec = _ferried_spec(instance)
-    return instance.kv.block_ids(row)[first_token // spec.block_size : spec.num_blocks_for(num_tokens)]
 
 
 def _reason(outcome: TransferOutcome) -> str:

@@ -12,6 +12,7 @@ from support.simulator import VOCAB_SIZE, Shape, SimCluster
 from blockferry.connectors.base import TransferMode, TransferState
 from blockferry.engine.config import Role
 from blockferry.engine.errors import RequestRejected
+from blockferry.engine.kv.spec import AttentionSpec
 from blockferry.engine.scheduler.outputs import Route
 
 MACHINE_SETTINGS = settings(
@@ -171,14 +172,18 @@ class MixedMachine(SchedulerMachine):
         self.routes = [Route(prefill="mixed-0", decode="mixed-0")]
 
 
-class DisaggregatedMachine(SchedulerMachine):
-    @initialize(
-        prefills=st.lists(small_shapes, min_size=1, max_size=2),
-        decodes=st.lists(small_shapes, min_size=1, max_size=2),
-        mode=st.sampled_from(list(TransferMode)),
-        policy=st.sampled_from(["recompute", "fail"]),
-    )
-    def start(self, prefills, decodes, mode, policy):
+def has_one_reach(family: str) -> bool:
+    """Whether layers reach as far with blocks of any size, so that instances of several can hand sequences over."""
+    reaches = [
+        [spec.reach for spec in SPECS[family](block_size) if isinstance(spec, AttentionSpec)] for block_size in (2, 4)
+    ]
+    return reaches[0] == reaches[1]
+
+
+class FerryingMachine(SchedulerMachine):
+    """Hand-overs and what becomes of them; subclasses say of which caches."""
+
+    def open(self, prefills, decodes, *, mode, policy):
         p_shapes = [Shape(instance_id=f"p{i}", role=Role.PREFILL, **shape) for i, shape in enumerate(prefills)]
         d_shapes = [Shape(instance_id=f"d{i}", role=Role.DECODE, **shape) for i, shape in enumerate(decodes)]
         self.cluster = SimCluster(*p_shapes, *d_shapes, max_model_len=48, mode=mode, load_failure_policy=policy)
@@ -207,7 +212,49 @@ class DisaggregatedMachine(SchedulerMachine):
             self.cluster.fail(data.draw(st.sampled_from(sorted(self.cluster.instances))))
 
 
+class DisaggregatedMachine(FerryingMachine):
+    @initialize(
+        prefills=st.lists(small_shapes, min_size=1, max_size=2),
+        decodes=st.lists(small_shapes, min_size=1, max_size=2),
+        mode=st.sampled_from(list(TransferMode)),
+        policy=st.sampled_from(["recompute", "fail"]),
+    )
+    def start(self, prefills, decodes, mode, policy):
+        self.open(prefills, decodes, mode=mode, policy=policy)
+
+
+class DisaggregatedHybridMachine(FerryingMachine):
+    """The same with several cache groups on both sides."""
+
+    @initialize(
+        prefills=st.lists(small_shapes, min_size=1, max_size=2),
+        decodes=st.lists(small_shapes, min_size=1, max_size=2),
+        mode=st.sampled_from(list(TransferMode)),
+        policy=st.sampled_from(["recompute", "fail"]),
+        family=st.sampled_from(sorted(SPECS)),
+        has_draft=st.sampled_from([False, False, True]),
+        retention=st.sampled_from([None, None, 0, 1]),
+        data=st.data(),
+    )
+    def start(self, prefills, decodes, mode, policy, family, has_draft, retention, data):
+        num_groups, has_one = len(SPECS[family](1)), has_one_reach(family)
+        block_size = prefills[0]["block_size"]
+        for shape in prefills + decodes:
+            shape["block_size"] = shape["block_size"] if has_one else block_size
+            shape["num_blocks"] = 1 + (shape["num_blocks"] - 1) * num_groups
+            shape["enable_caching"] &= can_cache(family)
+            shape["family"], shape["has_draft"] = family, has_draft
+            if retention is not None:
+                shape["retention_interval"] = retention * largest_step(family, shape["block_size"])
+            if data.draw(st.booleans()):
+                pages = data.draw(st.lists(st.integers(1, 4), min_size=num_groups, max_size=num_groups))
+                shape["pages_per_slab"] = tuple(pages)
+        self.open(prefills, decodes, mode=mode, policy=policy)
+
+
 TestMixed = MixedMachine.TestCase
 TestMixed.settings = MACHINE_SETTINGS
 TestDisaggregated = DisaggregatedMachine.TestCase
 TestDisaggregated.settings = MACHINE_SETTINGS
+TestDisaggregatedHybrid = DisaggregatedHybridMachine.TestCase
+TestDisaggregatedHybrid.settings = MACHINE_SETTINGS

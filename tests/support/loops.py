@@ -55,7 +55,7 @@ class InstantFerry:
                 instance_id=self._instance_id,
                 rank=0,
                 state=self.state,
-                num_bytes=1000 * len(command.src_block_ids),
+                num_bytes=sum(1000 * len(part.src_block_ids) for part in command.parts),
                 num_runs=1,
                 duration_s=0.001,
                 reason="told to fail" if self.state is TransferState.FAILED else "",

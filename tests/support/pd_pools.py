@@ -5,7 +5,7 @@ import queue
 
 import numpy as np
 
-from blockferry.connectors.base import PoolLayout, RankIdentity, TransferCommand, TransferMode
+from blockferry.connectors.base import PoolLayout, RankIdentity, TransferCommand, TransferMode, TransferPart
 from blockferry.connectors.layout import strides
 from blockferry.connectors.pd_worker import PdWorker
 
@@ -97,7 +97,7 @@ class Instance:
             transport = open_transport()
             worker = PdWorker(transport, identity, self.events.put, options)
             self.pools.append(worker.allocate(layout.num_bytes))
-            self.endpoints.append(worker.endpoint(layout))
+            self.endpoints.append(worker.endpoint((layout,)))
             self.workers.append(worker)
             self.transports.append(transport)
 
@@ -117,15 +117,28 @@ class Instance:
             worker.close()
 
 
-def command(src_block_ids, dst_block_ids, num_tokens, **changes):
+def part(src_block_ids, dst_block_ids, num_tokens, **changes):
+    values = {
+        "group": 0,
+        "src_block_ids": np.array(src_block_ids, np.int32),
+        "dst_block_ids": np.array(dst_block_ids, np.int32),
+        "num_tokens": num_tokens,
+    }
+    return TransferPart(**(values | changes))
+
+
+def command(src_block_ids, dst_block_ids, num_tokens, *, first_token=0, **changes):
+    """A transfer of one group."""
+    return command_of(part(src_block_ids, dst_block_ids, num_tokens, first_token=first_token), **changes)
+
+
+def command_of(*parts, **changes):
     values = {
         "transfer_id": 1,
         "mode": TransferMode.PUSH,
         "src_instance_id": "p0",
         "dst_instance_id": "d0",
-        "src_block_ids": np.array(src_block_ids, np.int32),
-        "dst_block_ids": np.array(dst_block_ids, np.int32),
-        "num_tokens": num_tokens,
+        "parts": parts,
         "deadline_s": 20.0,
     }
     return TransferCommand(**(values | changes))

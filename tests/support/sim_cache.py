@@ -12,6 +12,7 @@ import math
 
 import numpy as np
 
+from blockferry.connectors.base import TransferPart
 from blockferry.engine.kv.block_table import BlockTable
 from blockferry.engine.kv.reach import ChunkReach, FullReach, RetainedPromptReach, WindowReach
 from blockferry.engine.kv.spec import KVCacheConfig, MambaSpec
@@ -184,16 +185,24 @@ class SimCache:
         assert (writer == group).all(), f"{where}: finds content of groups {set(writer.tolist())}"
         return block_ids
 
-    # what transfers do, with the one group that they know
+    # what transfers do
 
-    def slots(self, block_ids, first_token: int, num_tokens: int):
+    def slots(self, group: int, block_ids, first_token: int, num_tokens: int):
         """(block, offset) arrays of num_tokens tokens, counted along block_ids from first_token on."""
-        positions, size = np.arange(first_token, first_token + num_tokens), self.sizes[0]
+        size = 1 if self.is_state[group] else self.sizes[group]
+        positions = np.arange(first_token, first_token + num_tokens)
         assert len(block_ids) * size >= first_token + num_tokens, "more tokens than blocks"
+        assert (np.asarray(block_ids) > 0).all(), "the null block is ferried"
         return np.asarray(block_ids)[positions // size], positions % size
 
-    def receive(self, block_ids, content) -> None:
-        """Bytes land from outside, one number per token."""
-        self.claim(0, block_ids)
-        places = self.slots(block_ids, 0, len(content))
-        self.content[0][places], self.writer[0][places] = content, 0
+    def send(self, part: TransferPart):
+        """Bytes leave, one number per token, one for a state."""
+        places = self.slots(part.group, part.src_block_ids, part.first_token, part.num_tokens)
+        assert (self.writer[part.group][places] == part.group).all(), "content of another group is ferried"
+        return self.content[part.group][places]
+
+    def receive(self, part: TransferPart, content) -> None:
+        """Bytes land from outside."""
+        self.claim(part.group, part.dst_block_ids)
+        places = self.slots(part.group, part.dst_block_ids, part.dst_first_token, part.num_tokens)
+        self.content[part.group][places], self.writer[part.group][places] = content, part.group

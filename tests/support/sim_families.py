@@ -62,6 +62,8 @@ SPECS: dict[str, Callable[[int], list[KVCacheSpec]]] = {
     "full+window+states, three sizes": lambda b: [attention(b), window(2 * b, 3 * b), states(4 * b)],
     "full+retained prompt+states": lambda b: [attention(b), attention(b, RetainedPromptReach(window=3)), states(2 * b)],
     "states of two sizes": lambda b: [attention(b), states(2 * b), states(3 * b)],
+    "full+window of 7 tokens": lambda b: [attention(b), window(b, 7)],
+    "full+chunks of 8 tokens": lambda b: [attention(b), chunked(b, 8)],
     "running states only": lambda b: [attention(b), states(FOREVER, MambaMode.NONE)],
 }
 """Specs of each family by tokens of a block."""

@@ -167,7 +167,7 @@ class SimCluster:
             instance_id=command.executing_instance_id,
             rank=rank,
             state=state,
-            num_bytes=100 * command.num_tokens,
+            num_bytes=sum(100 * part.num_tokens for part in command.parts),
             num_runs=1,
             duration_s=0.01,
             reason="" if state is TransferState.DONE else "the simulator said so",
@@ -194,15 +194,15 @@ class SimCluster:
         """Bytes of an unfinished transfer land."""
         if not transfer.can_land(self.now_s):
             return
-        command = transfer.command
-        cache = self.workers[command.dst_instance_id].cache
-        cache.receive(command.dst_block_ids, [GARBAGE] * command.num_tokens)
+        cache = self.workers[transfer.command.dst_instance_id].cache
+        for part in transfer.command.parts:
+            cache.receive(part, GARBAGE)
 
     def _move(self, command: TransferCommand) -> None:
         source = self.workers[command.src_instance_id].cache
         target = self.workers[command.dst_instance_id].cache
-        slots = source.slots(command.src_block_ids, command.first_token, command.num_tokens)
-        target.receive(command.dst_block_ids, source.content[0][slots])
+        for part in command.parts:
+            target.receive(part, source.send(part))
 
     def step_all(self) -> bool:
         """Plan, execute and commit once everywhere, and finish all transfers. False when nothing moved."""

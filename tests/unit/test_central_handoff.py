@@ -71,8 +71,9 @@ def test_prefill_blocks_are_released_on_confirmation_and_stay_cached():
 def test_command_names_the_prompts_blocks_on_both_sides():
     cluster = ferrying()
     command = cluster.transfers[0].command
-    assert (command.src_instance_id, command.dst_instance_id, command.num_tokens) == ("p", "d", 10)
-    assert (len(command.src_block_ids), len(command.dst_block_ids)) == (3, 3)
+    (part,) = command.parts
+    assert (command.src_instance_id, command.dst_instance_id, part.num_tokens) == ("p", "d", 10)
+    assert (len(part.src_block_ids), len(part.dst_block_ids)) == (3, 3)
 
 
 def test_decode_instance_own_prefix_hit_is_not_ferried():
@@ -81,8 +82,8 @@ def test_decode_instance_own_prefix_hit_is_not_ferried():
     cluster.drain()
     cluster.add(1, prompt(14), FERRIED, max_tokens=5)
     step(cluster, "p")
-    command = cluster.transfers[0].command
-    assert (command.num_tokens, len(command.src_block_ids), len(command.dst_block_ids)) == (6, 2, 2)
+    (part,) = cluster.transfers[0].command.parts
+    assert (part.num_tokens, len(part.src_block_ids), len(part.dst_block_ids)) == (6, 2, 2)
     assert cluster.central.num_unfinished == 1
     cluster.drain()
     assert cluster.finished[1].stats.num_cached_tokens == 8
@@ -95,8 +96,8 @@ def test_block_sizes_may_differ():
     cluster.drain()
     cluster.add(1, prompt(22), FERRIED, max_tokens=5)
     step(cluster, "p")
-    command = cluster.transfers[0].command
-    assert (command.first_token, command.num_tokens) == (4, 10)
+    (part,) = cluster.transfers[0].command.parts
+    assert (part.first_token, part.num_tokens) == (4, 10)
     cluster.drain()
     cluster.check_all_free()
 

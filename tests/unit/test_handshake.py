@@ -30,7 +30,7 @@ def make_endpoint(instance_id="p0", **changes):
         "tp_rank": 0,
         "pp_rank": 0,
         "model_fingerprint": "m1",
-        "layout": PoolLayout(**layout),
+        "layouts": (PoolLayout(**layout),),
         "transport": "ucx",
         "host_id": "h",
         "address": b"\x00\xffaddress",
@@ -51,7 +51,7 @@ def test_another_version_is_refused():
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"garbage", msgpack.packb([1, {"layout": {}}]), msgpack.packb([1, {}]), msgpack.packb(3)]
+    "data", [b"", b"garbage", msgpack.packb([2, {"layouts": [{}]}]), msgpack.packb([2, {}]), msgpack.packb(3)]
 )
 def test_bytes_that_are_no_handshake_are_refused(data):
     with pytest.raises(HandshakeRefused):

@@ -70,7 +70,7 @@ async def test_blocks_are_ferried_between_prefill_and_decode():
         client.close()
         commands = rig.ranks["prefill-0"].ferry.commands
     assert token_ids == [7] * 5
-    assert [len(command.src_block_ids) for command in commands] == [2]
+    assert [len(part.src_block_ids) for command in commands for part in command.parts] == [2]
     assert (last.stats.transfer_blocks, last.stats.transfer_bytes) == (2, 2000)
     assert (status["transfers"]["num_done"], status["transfers"]["num_bytes"]) == (1, 2000)
 

@@ -15,7 +15,7 @@ from blockferry.cluster.messages import (
     Tag,
     WorkerId,
 )
-from blockferry.connectors.base import TransferCommand, TransferEvent, TransferMode, TransferState
+from blockferry.connectors.base import TransferCommand, TransferEvent, TransferMode, TransferPart, TransferState
 from blockferry.engine.request import FinishReason, Request, RequestStats, SamplingParams, TokenLogprobs
 from blockferry.engine.scheduler.outputs import Finished
 from blockferry.engine.wire import RowLogprobs
@@ -60,14 +60,22 @@ def test_transfer_command_and_event_survive():
         mode=TransferMode.PULL,
         src_instance_id="p",
         dst_instance_id="d",
-        src_block_ids=np.array([3, 4], np.int32),
-        dst_block_ids=np.array([9, 8], np.int32),
-        num_tokens=20,
+        parts=(
+            TransferPart(
+                group=1,
+                src_block_ids=np.array([3, 4], np.int32),
+                dst_block_ids=np.array([9, 8], np.int32),
+                num_tokens=20,
+                dst_first_token=2,
+            ),
+        ),
         deadline_s=2.5,
     )
     again = messages.command_from(payload_of(Tag.TRANSFER, command))
     assert again.mode is TransferMode.PULL
-    assert (again.src_block_ids.tolist(), again.dst_block_ids.tolist()) == ([3, 4], [9, 8])
+    (part,) = again.parts
+    assert (part.group, part.src_block_ids.tolist(), part.dst_block_ids.tolist()) == (1, [3, 4], [9, 8])
+    assert (part.num_tokens, part.first_token, part.dst_first_token) == (20, 0, 2)
     event = TransferEvent(
         transfer_id=4, instance_id="d", rank=1, state=TransferState.DONE, num_bytes=10, num_runs=2, duration_s=0.5
     )

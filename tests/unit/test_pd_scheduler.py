@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from blockferry.connectors.base import TransferEvent, TransferMode, TransferState
+from blockferry.connectors.base import TransferEvent, TransferMode, TransferPart, TransferState
 from blockferry.connectors.pd_scheduler import PdScheduler
 
 BLOCKS = np.array([1, 2], np.int32)
@@ -15,14 +15,8 @@ def make_scheduler(mode=TransferMode.PUSH):
 
 
 def begin(scheduler, now_s=0.0):
-    return scheduler.begin(
-        src_instance_id="p0",
-        dst_instance_id="d0",
-        src_block_ids=BLOCKS,
-        dst_block_ids=BLOCKS,
-        num_tokens=32,
-        now_s=now_s,
-    )
+    part = TransferPart(group=0, src_block_ids=BLOCKS, dst_block_ids=BLOCKS, num_tokens=32)
+    return scheduler.begin([part], src_instance_id="p0", dst_instance_id="d0", now_s=now_s)
 
 
 def event(command, rank=0, state=TransferState.DONE, **changes):

@@ -4,9 +4,8 @@ import dataclasses
 import threading
 import time
 
-import numpy as np
 import pytest
-from support.pd_pools import Instance, command, count_wrong, fill, make_layout, shard
+from support.pd_pools import Instance, command, count_wrong, fill, make_layout, part, shard
 
 from blockferry.connectors.base import HandshakeRefused, RankIdentity, TransferMode, TransferState, TransportError
 from blockferry.connectors.pd_transfers import TransferLimits
@@ -212,8 +211,8 @@ def test_a_dead_peer_fails_every_transfer_with_it_and_no_other(open_instance):
     [
         ({"dst_instance_id": "d9"}, "d9"),
         ({"mode": TransferMode.PULL}, "not by p0"),
-        ({"dst_block_ids": np.array([5, 9, 99], np.int32)}, "destination block ids"),
-        ({"num_tokens": 999}, "999 tokens do not fit"),
+        ({"parts": (part([3, 1, 7], [5, 9, 99], 40),)}, "destination block ids"),
+        ({"parts": (part([3, 1, 7], [5, 9, 2], 999),)}, "999 tokens do not fit"),
     ],
 )
 def test_a_command_that_cannot_work_fails_with_the_reason(pair, changes, words):
@@ -265,5 +264,5 @@ def test_a_layout_larger_than_the_pool_is_refused(open_instance):
     worker = PdWorker(LoopbackTransport(instance.fabric), identity, instance.events.put)
     worker.allocate(100)
     with pytest.raises(ValueError, match="does not fit the pool of 100"):
-        worker.endpoint(make_layout())
+        worker.endpoint([make_layout()])
     worker.close()

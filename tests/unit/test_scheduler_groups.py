@@ -1,14 +1,11 @@
-"""One mixed instance whose ledger has several groups: chunks, deferred hits, copies, room, and what is refused."""
+"""One mixed instance whose ledger has several groups: chunks, deferred hits, copies and room."""
 
 import numpy as np
 import pytest
 from support.sim_families import SPECS, can_cache
-from support.simulator import Shape, SimCluster, make_instance
+from support.simulator import Shape, SimCluster
 
-from blockferry.connectors.base import TransferMode
-from blockferry.connectors.pd_scheduler import PdScheduler
-from blockferry.engine.errors import ConfigError, RequestRejected
-from blockferry.engine.scheduler.central import CentralScheduler
+from blockferry.engine.errors import RequestRejected
 from blockferry.engine.scheduler.outputs import Route
 
 MIXED = Route(prefill="m", decode="m")
@@ -188,20 +185,3 @@ def test_block_of_attention_that_is_computed_anew_is_not_copied_in_the_same_step
     assert len(step(cluster).rows) == 1
     cluster.drain()
     assert [cluster.finished[handle].stats.num_cached_tokens for handle in (1, 2)] == [0, 12]
-
-
-@pytest.mark.parametrize("family", ["full+window", "window", "full+states", "full+full"])
-def test_ledger_that_cannot_be_ferried_is_refused_where_instances_are_joined(family):
-    instances = [make_instance(Shape(instance_id=name, family=family), 64) for name in ("p", "d")]
-    connector = PdScheduler(mode=TransferMode.PUSH, transfer_timeout_s=1.0)
-    with pytest.raises(ConfigError, match=r"p is to hand sequences over, .* only one group of full attention can be"):
-        CentralScheduler(instances, connector=connector)
-
-
-@pytest.mark.parametrize("family", ["full", "mla"])
-def test_ledger_of_one_full_group_can_be_ferried(family):
-    cluster = SimCluster(Shape(instance_id="p", family=family), Shape(instance_id="d", family=family))
-    cluster.add(0, prompt(10), Route(prefill="p", decode="d"), max_tokens=5)
-    cluster.drain()
-    assert cluster.finished[0].stats.transfer_blocks == 3
-    cluster.check_all_free()
