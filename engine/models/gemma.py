@@ -91,7 +91,7 @@ def _layer(build: Build, number: int) -> SandwichLayer:
 
 
 def gelu_and_mul(x_T2F: torch.Tensor) -> torch.Tensor:
-    """gelu (its tanh form) of the first half times the second: [T, F]."""
+    """Gelu (its tanh form) of the first half times the second: [T, F]."""
     gate_TF, up_TF = x_T2F.chunk(2, dim=-1)
     return functional.gelu(gate_TF, approximate="tanh") * up_TF
 

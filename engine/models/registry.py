@@ -16,9 +16,11 @@ from blockferry.engine.kv.reach import EncoderReach, Reach
 from blockferry.engine.kv.spec import AttentionSpec
 from blockferry.engine.models.config import ModelHeader, read_header
 from blockferry.engine.models.decoder import Build, Decoder, stage_shard
-from blockferry.engine.models.gpt_oss import build_gpt_oss
+from blockferry.engine.models.deepseek import build_deepseek_v3
 from blockferry.engine.models.gemma import build_gemma
+from blockferry.engine.models.gpt_oss import build_gpt_oss
 from blockferry.engine.models.layers import Communicator
+from blockferry.engine.models.lfm2 import build_lfm2
 from blockferry.engine.models.llama import build_llama
 from blockferry.engine.models.loader import Checkpoint
 from blockferry.engine.models.ops import LayerOps
@@ -34,7 +36,9 @@ FAMILIES: Mapping[str, Callable[[Build], Decoder]] = {
     "Qwen3ForCausalLM": build_llama,
     "Gemma2ForCausalLM": build_gemma,
     "Gemma3ForCausalLM": build_gemma,
+    "Lfm2ForCausalLM": build_lfm2,
     "Qwen3MoeForCausalLM": build_qwen3_moe,
+    "DeepseekV3ForCausalLM": build_deepseek_v3,
     "GptOssForCausalLM": build_gpt_oss,
 }
 

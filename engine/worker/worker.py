@@ -96,7 +96,7 @@ class Worker:
     def layout(self) -> PoolLayout:
         """Where every page lies, once init_cache() made them."""
         assert self._cache is not None, "init_cache() comes first"
-        return self._cache.layout
+        return self._pool_layout(self._cache.plan.stages[self.spec.pp_rank])
 
     def init_cache(self, plan: InstancePlan, allocate: Allocate) -> None:
         """Make this rank's pool of the plan in memory from allocate(num_bytes), which a GPU's pool does not call."""
@@ -123,7 +123,6 @@ class Worker:
         self._tables = [group.table for group in self._groups]
         self._cache = _Cache(
             plan=plan,
-            layout=self._pool_layout(stage),
             views=views,
             runner=runner,
             output=OutputStage(runner, self._rows, self._sampling),
@@ -225,7 +224,6 @@ class _Cache:
     """What exists once the pool does."""
 
     plan: InstancePlan
-    layout: PoolLayout
     views: PageViews
     runner: ModelRunner
     output: OutputStage
