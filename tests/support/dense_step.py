@@ -43,8 +43,8 @@ class DenseCaches:
     def attend_latent(
         self, layer: int, q_THR: torch.Tensor, latent_TR: torch.Tensor, rule: AttentionRule, *, value_dim: int
     ) -> torch.Tensor:
-        """Not for models with latents."""
-        raise AssertionError(layer)
+        """See Caches: one key head that all query heads read."""
+        return self.attend(layer, q_THR, latent_TR[:, None], latent_TR[:, None, :value_dim], rule)
 
     def states(self, layer: int) -> LayerStates:
         """Not for models with states."""
