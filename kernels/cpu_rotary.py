@@ -1,6 +1,6 @@
 """Rotary position embedding of q and k on CPU, in place, halves against each other (NeoX style).
 
-Legend: T tokens, H query heads, K kv heads, D head dim.
+Legend: T tokens, H query heads, K kv heads, D head dim, W width of the table: W < D rotates only the first W dims.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ class Rotary:
         self,
         q_THD: torch.Tensor,
         k_TKD: torch.Tensor,
-        cos_sin: torch.Tensor,  # float32 [max_len, D]: D/2 cosines, then D/2 sines
+        cos_sin: torch.Tensor,  # float32 [max_len, W]: W/2 cosines, then W/2 sines
         positions_T: torch.Tensor,  # int64
     ) -> None:
         """Rotate both in place, in float32."""
         element = element_of(q_THD)
-        is_readable = has_dense_heads(q_THD) and has_dense_heads(k_TKD)
+        is_whole = cos_sin.shape[1] == q_THD.shape[2]
+        is_readable = is_whole and has_dense_heads(q_THD) and has_dense_heads(k_TKD)
         if element is None or not is_readable or positions_T.dtype != torch.int64 or positions_T.stride(0) != 1:
             rotate_oracle(q_THD, k_TKD, cos_sin, positions_T)
             return
@@ -82,9 +83,9 @@ class Rotary:
 def rotate_oracle(q_THD: torch.Tensor, k_TKD: torch.Tensor, cos_sin: torch.Tensor, positions_T: torch.Tensor) -> None:
     """Rotate both in place, in plain torch."""
     cos_T1h, sin_T1h = cos_sin[positions_T].unsqueeze(1).chunk(2, dim=-1)
-    for x_THD in (q_THD, k_TKD):
-        first, second = x_THD.float().chunk(2, dim=-1)
-        x_THD.copy_(torch.cat((first * cos_T1h - second * sin_T1h, second * cos_T1h + first * sin_T1h), dim=-1))
+    for x_THW in (q_THD[..., : cos_sin.shape[1]], k_TKD[..., : cos_sin.shape[1]]):
+        first, second = x_THW.float().chunk(2, dim=-1)
+        x_THW.copy_(torch.cat((first * cos_T1h - second * sin_T1h, second * cos_T1h + first * sin_T1h), dim=-1))
 
 
 def compile_rotary(element: Element) -> Any:

@@ -64,9 +64,10 @@ class ModelHeader:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding: theta, and how its frequencies are scaled."""
+    """Rotary embedding: theta, how its frequencies are scaled, and how much of a head is rotated."""
 
     theta: float
+    rotated_part: float = 1.0  # of a head's dims, the first ones
     kind: str = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
@@ -185,17 +186,26 @@ def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
 
 
 def rope_config(values: Mapping[str, Any], max_positions: int) -> RopeConfig:
+    """The rotary embedding of a family that rotates whole heads. Raises as dense_config."""
+    rope = partial_rope_config(values, max_positions)
+    if rope.rotated_part != 1.0:
+        raise ValueError(f"partial_rotary_factor={rope.rotated_part} is not supported; supported: 1.0")
+    return rope
+
+
+def partial_rope_config(values: Mapping[str, Any], max_positions: int) -> RopeConfig:
     """Old style is rope_theta beside rope_scaling, new style is rope_parameters with both. Raises as dense_config."""
     scaling: Mapping[str, Any] = values.get("rope_parameters") or values.get("rope_scaling") or {}
     kind = str(scaling.get("rope_type", scaling.get("type", "default")))
     if kind not in _ROPE_KINDS:
         raise ValueError(f"rope type {kind} is not supported; supported: {', '.join(_ROPE_KINDS)}")
-    partial = scaling.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise ValueError(f"partial_rotary_factor={partial} is not supported; supported: 1.0")
+    partial = float(scaling.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0)))
+    if not 0 < partial <= 1:
+        raise ValueError(f"partial_rotary_factor={partial} is outside 0..1; it is the part of a head that is rotated")
     # Dynamic scaling changes nothing up to the trained length, and check_length() allows no more.
     return RopeConfig(
         theta=float(scaling.get("rope_theta", values.get("rope_theta", 10000.0))),
+        rotated_part=partial,
         kind="default" if kind == "dynamic" else kind,
         factor=float(scaling["factor"]) if kind in ("linear", "llama3") else 1.0,
         low_freq_factor=float(scaling["low_freq_factor"]) if kind == "llama3" else 1.0,

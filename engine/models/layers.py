@@ -119,8 +119,12 @@ class VocabEmbedding:
 
 
 def rope_table(rope: RopeConfig, *, head_dim: int, max_len: int) -> torch.Tensor:
-    """float32 [max_len, D]: cosines then sines of every position; formulas of transformers' modeling_rope_utils."""
-    inv_freq = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim))
+    """float32 [max_len, W]: cosines then sines of every position; formulas of transformers' modeling_rope_utils.
+
+    W is the head's dim, or as much of it as is rotated.
+    """
+    width = int(head_dim * rope.rotated_part)
+    inv_freq = 1.0 / (rope.theta ** (torch.arange(0, width, 2, dtype=torch.float) / width))
     if rope.kind == "linear":
         inv_freq = inv_freq / rope.factor
     elif rope.kind == "llama3":

@@ -36,7 +36,8 @@ class LayerOps(Protocol):
     ) -> None:
         """Rotate q and k in place, halves against each other (NeoX style).
 
-        cos_sin is float32 [max_len, D]: cosines of the D/2 frequencies, then sines; positions_T is int64.
+        cos_sin is float32 [max_len, W]: cosines of the W/2 frequencies, then sines; where W < D, only the first W dims
+        of a head are rotated. positions_T is int64.
         """
 
 
@@ -64,10 +65,10 @@ class TorchOps:
     ) -> None:
         """See LayerOps."""
         cos_T1h, sin_T1h = cos_sin[positions_T].unsqueeze(1).chunk(2, dim=-1)
-        for x_THD in (q_THD, k_TKD):
-            first, second = x_THD.float().chunk(2, dim=-1)
+        for x_THW in (q_THD[..., : cos_sin.shape[1]], k_TKD[..., : cos_sin.shape[1]]):
+            first, second = x_THW.float().chunk(2, dim=-1)
             rotated = (first * cos_T1h - second * sin_T1h, second * cos_T1h + first * sin_T1h)
-            x_THD.copy_(torch.cat(rotated, dim=-1))
+            x_THW.copy_(torch.cat(rotated, dim=-1))
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
