@@ -68,6 +68,30 @@ def _launch_latent(modules, num_heads, latent_dim, value_dim, dtype):
         )
 
 
+def _launch_experts(modules):
+    """Qwen3-30B-A3B (gate and up projections) at decode and prefill, gpt-oss 20B with biases, float32."""
+    shapes = [  # (pairs, experts, outputs, inputs, dtype)
+        (64, 128, 1536, 2048, torch.bfloat16),
+        (4096, 128, 1536, 2048, torch.bfloat16),
+        (65536, 128, 2048, 768, torch.bfloat16),
+        (32768, 32, 5760, 2880, torch.bfloat16),
+        (512, 8, 192, 64, torch.float32),
+    ]
+    for num_pairs, num_experts, num_outputs, num_inputs, dtype in shapes:
+        rows = torch.zeros(num_pairs, dtype=torch.int64)
+        starts = torch.zeros(num_experts + 1, dtype=torch.int32)
+        weight = torch.empty(1, num_outputs, num_inputs, dtype=dtype).expand(num_experts, -1, -1)
+        bias = torch.empty(num_experts, num_outputs, dtype=dtype)
+        matmul = modules["moe_grouped_matmul"].grouped_matmul
+        matmul(torch.empty(8, num_inputs, dtype=dtype), weight, starts_X1=starts, row_M=rows)
+        matmul(torch.empty(num_pairs, num_inputs, dtype=dtype), weight, starts_X1=starts, bias_XO=bias)
+        table = rows.view(-1, 8)
+        y = torch.empty(num_pairs, num_outputs, dtype=dtype)
+        modules["moe_combine"].combine(y, table, torch.empty(table.shape), starts[:1])
+        for normalisation in modules["moe_routing"].Normalisation:
+            modules["moe_routing"].softmax_top_k(torch.empty(64, num_experts, dtype=dtype), 4, normalisation)
+
+
 def launch_everything(modules):
     """Call every wrapper with shapes of real models; nothing runs."""
     i32 = torch.int32
@@ -106,6 +130,7 @@ def launch_everything(modules):
     modules["rms_norm"].rms_norm(x, x[0], 1e-6)
     modules["rms_norm"].add_rms_norm(x, x, x[0], 1e-6)
     modules["silu_mul"].silu_mul(x)
+    _launch_experts(modules)
     pool = torch.empty(9, 2, 8, 16, 256, dtype=torch.bfloat16)
     modules["block_copy"].block_copy(pool, torch.zeros(3, 2, dtype=i32))
     modules["block_copy"].block_zero(pool, torch.zeros(3, dtype=i32))
