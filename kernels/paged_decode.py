@@ -16,6 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
+from blockferry.kernels.attention_terms import (
+    AttentionTerms,
+    attend_dense,
+    first_in_reach,
+    longest_reach,
+    seen_keys,
+)
 from blockferry.kernels.launch import (
     FLOAT_DTYPES,
     Target,
@@ -25,7 +32,15 @@ from blockferry.kernels.launch import (
     num_processors,
     target_of,
 )
-from blockferry.kernels.online_softmax import LOG2_E, TileConfig, attend_tile, stages_for, tile_of
+from blockferry.kernels.online_softmax import (
+    TileConfig,
+    attend_tile,
+    first_key,
+    load_sinks,
+    stages_for,
+    tile_of,
+    tile_terms,
+)
 
 MIN_SPLIT_SIZE = 256  # keys: below that a split costs more to merge than it saves
 MAX_SPLITS = 64
@@ -42,11 +57,12 @@ def paged_decode(
     seq_lens_R: torch.Tensor,
     total_seq_len: int,
     max_seq_len: int,
-    scale: float,
+    rule: AttentionTerms,
     out_RHD: torch.Tensor,
 ) -> torch.Tensor:
-    """Fill and return out_RHD: row r attends to its first seq_lens[r] keys; a row of length 0 yields zeros.
+    """Fill and return out_RHD: row r's query is its last of seq_lens[r] tokens; a row of length 0 yields zeros.
 
+    Reads keys in the query's reach only, and as many entries of the block table; the work is split accordingly.
     kv_cache is a [B, K, N, 2*D] view. total_seq_len and max_seq_len (host values, need not be exact; max_seq_len must
     be an upper bound) choose the split. Raises ValueError for arguments of another shape or dtype.
     """
@@ -59,18 +75,21 @@ def paged_decode(
     check_tensor("block_table", block_table_RM, shape=(num_rows, None), dtypes=(torch.int32,))
     check_tensor("seq_lens", seq_lens_R, shape=(num_rows,), dtypes=(torch.int32,))
     check_tensor("out", out_RHD, shape=tuple(q_RHD.shape), dtypes=(q_RHD.dtype,))
+    if rule.sinks_H is not None:
+        check_tensor("sinks", rule.sinks_H, shape=(num_heads,), dtypes=(torch.float32,))
     if not num_rows:
         return out_RHD
     config = decode_config(head_dim, q_RHD.dtype, target_of(q_RHD.device))
     tile_g = min(max(config.tile_m, triton.next_power_of_2(group)), MAX_HEADS_PER_TILE)
     head_tiles = num_kv_heads * triton.cdiv(group, tile_g)
+    terms, max_keys = tile_terms(rule), longest_reach(rule, max_seq_len)
     split_size = choose_split_size(
-        total_work=total_seq_len * head_tiles,
-        max_seq_len=max_seq_len,
+        total_work=min(total_seq_len, num_rows * max_keys) * head_tiles,
+        max_keys=max_keys,
         bytes_per_split=q_RHD.numel() * 4,
         num_programs=num_processors(q_RHD.device) * PROGRAMS_PER_PROCESSOR,
     )
-    num_splits = max(1, triton.cdiv(max_seq_len, split_size))
+    num_splits = max(1, triton.cdiv(max_keys, split_size))
     parts_RHPD, lse_RHP = out_RHD.unsqueeze(2), out_RHD
     if num_splits > 1:
         parts_RHPD = q_RHD.new_empty((num_rows, num_heads, num_splits, head_dim), dtype=torch.float32)
@@ -82,7 +101,8 @@ def paged_decode(
         seq_lens_R,
         parts_RHPD,
         lse_RHP,
-        scale * LOG2_E,
+        q_RHD if rule.sinks_H is None else rule.sinks_H,
+        terms.factor,
         split_size,
         q_RHD.stride(0),
         q_RHD.stride(1),
@@ -101,6 +121,10 @@ def paged_decode(
         TILE_G=tile_g,
         TILE_S=config.tile_s,
         TILE_D=tile_of(head_dim),
+        WINDOW=terms.window,
+        CHUNK=terms.chunk,
+        SOFT_CAP=terms.soft_cap,
+        HAS_SINKS=rule.sinks_H is not None,
         IS_SPLIT=num_splits > 1,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -117,6 +141,8 @@ def paged_decode(
             out_RHD.stride(0),
             out_RHD.stride(1),
             D=head_dim,
+            WINDOW=terms.window,
+            CHUNK=terms.chunk,
             TILE_P=triton.next_power_of_2(num_splits),
             TILE_D=triton.next_power_of_2(head_dim),
             num_warps=4,
@@ -141,10 +167,10 @@ def decode_config(head_dim: int, dtype: torch.dtype, target: Target) -> TileConf
     )
 
 
-def choose_split_size(*, total_work: int, max_seq_len: int, bytes_per_split: int, num_programs: int) -> int:
+def choose_split_size(*, total_work: int, max_keys: int, bytes_per_split: int, num_programs: int) -> int:
     """Keys per split, a power of two: enough splits to fill the GPU, few enough for the workspace."""
     max_splits = max(1, min(MAX_SPLITS, MAX_WORKSPACE_BYTES // bytes_per_split))
-    split_size: int = max(total_work // num_programs, -(-max_seq_len // max_splits), MIN_SPLIT_SIZE)
+    split_size: int = max(total_work // num_programs, -(-max_keys // max_splits), MIN_SPLIT_SIZE)
     return 1 << (split_size - 1).bit_length()
 
 
@@ -156,7 +182,8 @@ def paged_decode_kernel(
     seq_lens_ptr: tl.tensor,  # int32 [R]
     parts_ptr: tl.tensor,  # [R, H, P, D]: float32 where split, else the output itself
     lse_ptr: tl.tensor,  # float32 [R, H, P]: log2 of the sum of exponentials; unused where not split
-    scale_log2: tl.tensor,
+    sinks_ptr: tl.tensor,  # float32 [H], read with HAS_SINKS only
+    factor: tl.tensor,  # TileTerms.factor
     split_size: tl.tensor,
     stride_qr: tl.tensor,
     stride_qh: tl.tensor,
@@ -175,20 +202,27 @@ def paged_decode_kernel(
     TILE_G: tl.constexpr,
     TILE_S: tl.constexpr,
     TILE_D: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ) -> None:
     """One program: TILE_G heads of one kv head of one row over at most split_size keys.
 
-    Bytes 2 K D e sum(S) + 2 R H D e (e bytes an element, S keys of a row); FLOPs 4 H D sum(S). R = 64, S = 4,096,
-    H = 32, K = 8, D = 128, bfloat16 (a layer of an 8B Llama): 1.07 GB, 224 us on an H200 at 4.8 TB/s; 4.3 GFLOP, 4 us
-    at 990 TFLOP/s. Bandwidth decides for every G below 206.
+    Bytes 2 K D e sum(S) + 2 R H D e (e bytes an element, S keys of a row in reach); FLOPs 4 H D sum(S). R = 64,
+    S = 4,096, H = 32, K = 8, D = 128, bfloat16 (a layer of an 8B Llama): 1.07 GB, 224 us on an H200 at 4.8 TB/s;
+    4.3 GFLOP, 4 us at 990 TFLOP/s. Bandwidth decides for every G below 206. A window of 1,024 tokens over as long
+    sequences: 269 MB, 56 us.
     """
     row = tl.program_id(0).to(tl.int64)
     tiles_per_head: tl.constexpr = (G + TILE_G - 1) // TILE_G
     kv_head = tl.program_id(1) // tiles_per_head
     split = tl.program_id(2)
     seq_len = tl.load(seq_lens_ptr + row)
-    begin = split * split_size
+    # Split 0 begins at the first key in reach, so no key before it needs a mask.
+    first = first_key(seq_len - 1, WINDOW, CHUNK)
+    begin = first + split * split_size
     if (begin >= seq_len) & (split > 0):
         return
     end = tl.minimum(begin + split_size, seq_len)
@@ -203,10 +237,13 @@ def paged_decode_kernel(
     acc = tl.zeros([TILE_G, TILE_D], tl.float32)
     row_max = tl.full([TILE_G], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE_G], tl.float32)
+    if HAS_SINKS:
+        row_max = tl.where(split == 0, load_sinks(sinks_ptr, heads, group < G), row_max)
+        row_sum = tl.where(split == 0, 1.0, row_sum)
     for start in range(begin, end, TILE_S):
         acc, row_max, row_sum = attend_tile(
-            q, acc, row_max, row_sum, row_table_ptr, head_ptr, start, end, last_pos, scale_log2, stride_cb, stride_cn,
-            N, D, TILE_S, TILE_D, True,
+            q, acc, row_max, row_sum, row_table_ptr, head_ptr, start, begin, end, last_pos, last_pos, factor,
+            stride_cb, stride_cn, N, D, TILE_S, TILE_D, SOFT_CAP, True, False,
         )  # fmt: skip
     total = tl.where(row_sum > 0, row_sum, 1.0)  # a row of length 0 yields zeros
     out = acc / total[:, None]
@@ -228,6 +265,8 @@ def paged_decode_reduce_kernel(
     stride_or: tl.tensor,
     stride_oh: tl.tensor,
     D: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     TILE_P: tl.constexpr,
     TILE_D: tl.constexpr,
 ) -> None:
@@ -240,7 +279,7 @@ def paged_decode_reduce_kernel(
     head = tl.program_id(1)
     seq_len = tl.load(seq_lens_ptr + row)
     splits = tl.arange(0, TILE_P)
-    is_used = splits * split_size < seq_len
+    is_used = splits * split_size < seq_len - first_key(seq_len - 1, WINDOW, CHUNK)
     dims = tl.arange(0, TILE_D)
     first = (row * num_heads + head) * num_splits
     lse = tl.load(lse_ptr + first + splits, mask=is_used, other=float("-inf"))
@@ -259,19 +298,18 @@ def paged_decode_torch(
     kv_cache: torch.Tensor,
     block_table_RM: torch.Tensor,
     seq_lens_R: torch.Tensor,
-    scale: float,
+    rule: AttentionTerms,
 ) -> torch.Tensor:
     """The oracle: [R, H, D], scores in float32."""
-    num_rows, num_heads, head_dim = q_RHD.shape
-    num_kv_heads, block_size = kv_cache.shape[1:3]
+    block_size = kv_cache.shape[2]
     out_RHD = torch.zeros_like(q_RHD)
-    for row in range(num_rows):
+    for row in range(len(q_RHD)):
         seq_len = int(seq_lens_R[row])
         if not seq_len:
             continue
-        blocks = block_table_RM[row, : -(-seq_len // block_size)].long()
-        kv_KSC = kv_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :seq_len].float()
-        kv_HSC = kv_KSC.repeat_interleave(num_heads // num_kv_heads, dim=0)
-        scores_HS = torch.einsum("hd,hsd->hs", q_RHD[row].float(), kv_HSC[..., :head_dim]) * scale
-        out_RHD[row] = torch.einsum("hs,hsd->hd", scores_HS.softmax(-1), kv_HSC[..., head_dim:]).to(q_RHD.dtype)
+        keys_S = torch.arange(first_in_reach(rule, seq_len - 1), seq_len, device=q_RHD.device)
+        blocks_S = block_table_RM[row, keys_S // block_size].long()
+        kv_KSC = kv_cache[blocks_S, :, keys_S % block_size].transpose(0, 1)
+        seen_QS = seen_keys(rule, keys_S[-1:], keys_S)
+        out_RHD[row] = attend_dense(q_RHD[row][None, None], kv_KSC[None], seen_QS[None], rule)[0, 0]
     return out_RHD

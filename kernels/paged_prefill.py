@@ -5,7 +5,10 @@ of them. Tiles are counted on the GPU without knowing the rows' lengths, as vLLM
 v1/attention/ops/triton_unified_attention.py): row i owns tiles start[i] // Q + i onwards, a few of which are empty.
 
     keys:     |<------- context ------->|<---- chunk ---->|
-    query j:   all of the context         the chunk's 0..j
+    query j:   all of the context         the chunk's 0..j     of these, what is in the query's reach
+
+A tile's loop begins at the first key in reach of its first query and has a mask where its queries' reaches begin and
+end, but not between. Key tiles begin at multiples of S, so a query is computed alike in every chunk.
 
 Legend: T tokens of the step, R rows, Q queries of a tile, H query heads, K kv heads, G = H / K, D head dim, B blocks,
 M blocks of a row, N block size, S keys of a tile.
@@ -17,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from blockferry.kernels.attention_terms import AttentionTerms, attend_dense, first_in_reach, seen_keys
 from blockferry.kernels.launch import (
     FLOAT_DTYPES,
     Target,
@@ -25,7 +29,15 @@ from blockferry.kernels.launch import (
     check_tensor,
     target_of,
 )
-from blockferry.kernels.online_softmax import LOG2_E, TileConfig, attend_tile, stages_for, tile_of
+from blockferry.kernels.online_softmax import (
+    TileConfig,
+    attend_tile,
+    first_key,
+    load_sinks,
+    stages_for,
+    tile_of,
+    tile_terms,
+)
 
 
 def paged_prefill(
@@ -36,13 +48,14 @@ def paged_prefill(
     query_start_R1: torch.Tensor,
     seq_lens_R: torch.Tensor,
     num_tokens: int,
-    scale: float,
+    rule: AttentionTerms,
     out_THD: torch.Tensor,
 ) -> torch.Tensor:
     """Fill out_THD for tokens query_start[0]..query_start[R] and return it; row r's queries are its last ones.
 
-    num_tokens (host) is at least query_start[R] - query_start[0]. The chunk's keys must be in the pages already.
-    kv_cache is a [B, K, N, 2*D] view. Raises ValueError for arguments of another shape or dtype.
+    Blocks before the reach of a row's first query are not read, nor are their entries in the block table. num_tokens
+    (host) is at least query_start[R] - query_start[0]. The chunk's keys must be in the pages already. kv_cache is a
+    [B, K, N, 2*D] view. Raises ValueError for arguments of another shape or dtype.
     """
     _, num_heads, head_dim = q_THD.shape
     num_kv_heads, num_rows = kv_cache.shape[1], seq_lens_R.shape[0]
@@ -54,9 +67,12 @@ def paged_prefill(
     check_tensor("query_start", query_start_R1, shape=(num_rows + 1,), dtypes=(torch.int32,))
     check_tensor("seq_lens", seq_lens_R, shape=(num_rows,), dtypes=(torch.int32,))
     check_tensor("out", out_THD, shape=tuple(q_THD.shape), dtypes=(q_THD.dtype,))
+    if rule.sinks_H is not None:
+        check_tensor("sinks", rule.sinks_H, shape=(num_heads,), dtypes=(torch.float32,))
     if not num_rows or not num_tokens:
         return out_THD
     config = prefill_config(head_dim, q_THD.dtype, target_of(q_THD.device))
+    terms = tile_terms(rule)
     tile_g = min(group, config.tile_m)
     tile_q = config.tile_m // tile_g
     paged_prefill_kernel[(num_tokens // tile_q + num_rows, num_kv_heads * triton.cdiv(group, tile_g))](
@@ -66,7 +82,8 @@ def paged_prefill(
         query_start_R1,
         seq_lens_R,
         out_THD,
-        scale * LOG2_E,
+        q_THD if rule.sinks_H is None else rule.sinks_H,
+        terms.factor,
         num_rows,
         q_THD.stride(0),
         q_THD.stride(1),
@@ -84,6 +101,10 @@ def paged_prefill(
         TILE_M=config.tile_m,
         TILE_S=config.tile_s,
         TILE_D=tile_of(head_dim),
+        WINDOW=terms.window,
+        CHUNK=terms.chunk,
+        SOFT_CAP=terms.soft_cap,
+        HAS_SINKS=rule.sinks_H is not None,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -114,7 +135,8 @@ def paged_prefill_kernel(
     query_start_ptr: tl.tensor,  # int32 [R + 1]
     seq_lens_ptr: tl.tensor,  # int32 [R]
     out_ptr: tl.tensor,  # [T, H, D]
-    scale_log2: tl.tensor,
+    sinks_ptr: tl.tensor,  # float32 [H], read with HAS_SINKS only
+    factor: tl.tensor,  # TileTerms.factor
     num_rows: tl.tensor,
     stride_qt: tl.tensor,
     stride_qh: tl.tensor,
@@ -132,12 +154,17 @@ def paged_prefill_kernel(
     TILE_M: tl.constexpr,
     TILE_S: tl.constexpr,
     TILE_D: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ) -> None:
     """One program: TILE_Q queries of one row times TILE_G heads of one kv head over every key they see.
 
     FLOPs 4 H D times the (query, key) pairs: q (c + (q + 1) / 2) for q queries after c context tokens. Bytes: q and
     out 2 H D e each query, pages 2 K D e each key at least. q = 8,192, c = 0, H = 32, K = 8, D = 128, bfloat16 (a
-    layer of an 8B Llama): 550 GFLOP, 0.555 ms on an H200 at 990 TFLOP/s; 168 MB, 0.035 ms at 4.8 TB/s.
+    layer of an 8B Llama): 550 GFLOP, 0.555 ms on an H200 at 990 TFLOP/s; 168 MB, 0.035 ms at 4.8 TB/s. In a window
+    of w < c tokens the pairs are q w: w = 1,024, c = 32,768: 137 GFLOP, 0.139 ms; 172 MB.
     """
     # The last tiles of a chunk see the most keys: start them first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -176,22 +203,38 @@ def paged_prefill_kernel(
     head_ptr = cache_ptr + kv_head.to(tl.int64) * stride_ck
     row_table_ptr = table_ptr + tl.cast(row, tl.int64) * stride_table
     last_pos = context + queries
+    first_pos = first_key(last_pos, WINDOW, CHUNK)
     acc = tl.zeros([TILE_M, TILE_D], tl.float32)
-    row_max = tl.full([TILE_M], float("-inf"), tl.float32)
+    # Finite, because a query may see nothing of the first tiles.
+    row_max = tl.full([TILE_M], -1e30, tl.float32)
     row_sum = tl.zeros([TILE_M], tl.float32)
+    if HAS_SINKS:
+        row_max = load_sinks(sinks_ptr, heads, is_real)
+        row_sum += 1.0
     end = tl.minimum(seq_len, context + first_query + TILE_Q)
     seen_by_all = (context + first_query + 1) // TILE_S * TILE_S
-    for start in range(0, seen_by_all, TILE_S):
+    is_local: tl.constexpr = WINDOW + CHUNK > 0
+    low = first_key(context + first_query, WINDOW, CHUNK)
+    begin = 0
+    if is_local:
+        begin = tl.cdiv(first_key(end - 1, WINDOW, CHUNK), TILE_S) * TILE_S
+        for start in range(low // TILE_S * TILE_S, tl.minimum(begin, end), TILE_S):
+            acc, row_max, row_sum = attend_tile(
+                q, acc, row_max, row_sum, row_table_ptr, head_ptr, start, low, end, first_pos, last_pos, factor,
+                stride_cb, stride_cn, N, D, TILE_S, TILE_D, SOFT_CAP, True, True,
+            )  # fmt: skip
+    for start in range(begin, seen_by_all, TILE_S):
         acc, row_max, row_sum = attend_tile(
-            q, acc, row_max, row_sum, row_table_ptr, head_ptr, start, end, last_pos, scale_log2, stride_cb, stride_cn,
-            N, D, TILE_S, TILE_D, False,
+            q, acc, row_max, row_sum, row_table_ptr, head_ptr, start, low, end, first_pos, last_pos, factor,
+            stride_cb, stride_cn, N, D, TILE_S, TILE_D, SOFT_CAP, False, False,
         )  # fmt: skip
-    for start in range(seen_by_all, end, TILE_S):
+    for start in range(tl.maximum(begin, seen_by_all), end, TILE_S):
         acc, row_max, row_sum = attend_tile(
-            q, acc, row_max, row_sum, row_table_ptr, head_ptr, start, end, last_pos, scale_log2, stride_cb, stride_cn,
-            N, D, TILE_S, TILE_D, True,
+            q, acc, row_max, row_sum, row_table_ptr, head_ptr, start, low, end, first_pos, last_pos, factor,
+            stride_cb, stride_cn, N, D, TILE_S, TILE_D, SOFT_CAP, True, False,
         )  # fmt: skip
-    out = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
+    total = tl.where(row_sum > 0, row_sum, 1.0)  # of queries that are not real
+    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + tokens[:, None] * stride_ot + heads[:, None] * stride_oh + dims[None, :], out, mask=mask)
 
 
@@ -202,21 +245,18 @@ def paged_prefill_torch(
     block_table_RM: torch.Tensor,
     query_start_R1: torch.Tensor,
     seq_lens_R: torch.Tensor,
-    scale: float,
+    rule: AttentionTerms,
 ) -> torch.Tensor:
     """The oracle: [T, H, D], scores in float32; tokens outside the rows are zeros."""
-    num_heads, head_dim = q_THD.shape[1:]
-    num_kv_heads, block_size = kv_cache.shape[1:3]
+    block_size = kv_cache.shape[2]
     out_THD = torch.zeros_like(q_THD)
     starts = query_start_R1.tolist()
     for row, seq_len in enumerate(seq_lens_R.tolist()):
         tokens = slice(starts[row], starts[row + 1])
-        blocks = block_table_RM[row, : -(-seq_len // block_size)].long()
-        kv_KSC = kv_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :seq_len].float()
-        kv_HSC = kv_KSC.repeat_interleave(num_heads // num_kv_heads, dim=0)
-        scores_HQS = torch.einsum("qhd,hsd->hqs", q_THD[tokens].float(), kv_HSC[..., :head_dim]) * scale
-        num_queries = starts[row + 1] - starts[row]
-        is_seen_QS = torch.ones(num_queries, seq_len, device=q_THD.device).tril(seq_len - num_queries).bool()
-        weights_HQS = scores_HQS.masked_fill(~is_seen_QS, -torch.inf).softmax(-1)
-        out_THD[tokens] = torch.einsum("hqs,hsd->qhd", weights_HQS, kv_HSC[..., head_dim:]).to(q_THD.dtype)
+        context = seq_len - (starts[row + 1] - starts[row])
+        keys_S = torch.arange(first_in_reach(rule, context), seq_len, device=q_THD.device)
+        blocks_S = block_table_RM[row, keys_S // block_size].long()
+        kv_KSC = kv_cache[blocks_S, :, keys_S % block_size].transpose(0, 1)
+        seen_QS = seen_keys(rule, torch.arange(context, seq_len, device=q_THD.device), keys_S)
+        out_THD[tokens] = attend_dense(q_THD[tokens][None], kv_KSC[None], seen_QS[None], rule)[0]
     return out_THD

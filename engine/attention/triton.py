@@ -37,7 +37,6 @@ class TritonAttention(AttentionBackend):
         rule: AttentionRule,
     ) -> torch.Tensor:
         """Returns [T, H, D]; see AttentionBackend. Tokens past num_tokens come back undefined."""
-        scale = rule.scale
         if self._parts is None or self._parts.metadata is not metadata:
             self._parts = _split(metadata)
         parts = self._parts
@@ -52,7 +51,7 @@ class TritonAttention(AttentionBackend):
                 seq_lens_R=parts.decode_seq_lens_R,
                 total_seq_len=parts.total_decode_len,
                 max_seq_len=parts.max_decode_len,
-                scale=scale,
+                rule=rule,
                 out_RHD=out_THD[:num_decode_rows],
             )
         if metadata.num_rows > num_decode_rows:
@@ -63,7 +62,7 @@ class TritonAttention(AttentionBackend):
                 query_start_R1=parts.prefill_start_R1,
                 seq_lens_R=parts.prefill_seq_lens_R,
                 num_tokens=metadata.num_tokens - num_decode_rows,
-                scale=scale,
+                rule=rule,
                 out_THD=out_THD,
             )
         return out_THD

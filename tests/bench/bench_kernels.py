@@ -19,6 +19,8 @@ import torch
 from triton.testing import do_bench
 
 from blockferry.cluster.bench.report import Report, Result
+from blockferry.engine.attention.base import AttentionRule
+from blockferry.kernels.attention_terms import first_in_reach
 from blockferry.kernels.block_copy import block_copy, block_zero
 from blockferry.kernels.kv_write import kv_write
 from blockferry.kernels.paged_decode import paged_decode
@@ -30,6 +32,7 @@ from blockferry.kernels.slot_mapping import slot_mapping
 
 H, K, D, E, F, N = 32, 8, 128, 4096, 14_336, 16
 ITEM_BYTES = 2
+PLAIN, WINDOW = AttentionRule(scale=D**-0.5), AttentionRule(scale=D**-0.5, window=1024)
 BF16 = torch.bfloat16
 
 
@@ -81,7 +84,7 @@ def _pages(device, rows, seq_len):
     return pages, (torch.randperm(rows * blocks, device=device) + 1).to(torch.int32).view(rows, blocks)
 
 
-def decode_case(rows, seq_len):
+def decode_case(rows, seq_len, rule=PLAIN):
     """One decode step."""
 
     def prepare(device):
@@ -95,22 +98,22 @@ def decode_case(rows, seq_len):
             seq_lens_R=lens,
             total_seq_len=rows * seq_len,
             max_seq_len=seq_len,
-            scale=D**-0.5,
+            rule=rule,
             out_RHD=out,
         )
 
-    keys = rows * seq_len
+    keys = rows * _num_pairs(1, seq_len - 1, rule)
     num_bytes = (2 * K * D * keys + 2 * rows * H * D) * ITEM_BYTES
     return Case(
         name="paged_decode",
-        size=f"R={rows} S={seq_len}",
+        size=f"R={rows} S={seq_len}{_reach(rule)}",
         num_bytes=num_bytes,
         num_flops=4 * H * D * keys,
         prepare=prepare,
     )
 
 
-def prefill_case(num_queries, context):
+def prefill_case(num_queries, context, rule=PLAIN):
     """One row's chunk after its context."""
 
     def prepare(device):
@@ -124,19 +127,30 @@ def prefill_case(num_queries, context):
             query_start_R1=starts,
             seq_lens_R=lens,
             num_tokens=num_queries,
-            scale=D**-0.5,
+            rule=rule,
             out_THD=out,
         )
 
-    pairs = num_queries * (context + (num_queries + 1) / 2)
-    num_bytes = (2 * num_queries * H * D + 2 * K * D * (context + num_queries)) * ITEM_BYTES
+    keys = context + num_queries - first_in_reach(rule, context)
+    num_bytes = (2 * num_queries * H * D + 2 * K * D * keys) * ITEM_BYTES
     return Case(
         name="paged_prefill",
-        size=f"q={num_queries} c={context}",
+        size=f"q={num_queries} c={context}{_reach(rule)}",
         num_bytes=num_bytes,
-        num_flops=4 * H * D * pairs,
+        num_flops=4 * H * D * _num_pairs(num_queries, context, rule),
         prepare=prepare,
     )
+
+
+def _num_pairs(num_queries, context, rule):
+    """Keys that the queries see, counted once for each query."""
+    return sum(query + 1 - first_in_reach(rule, query) for query in range(context, context + num_queries))
+
+
+def _reach(rule):
+    """What of a rule belongs to a case's size."""
+    window = "" if rule.window is None else f" w={rule.window}"
+    return window if rule.chunk is None else f"{window} chunk={rule.chunk}"
 
 
 def kv_write_case(tokens):
@@ -230,11 +244,14 @@ def all_cases():
         *layer_cases(8192),
         prefill_case(8192, 0),
         prefill_case(512, 32_768),
+        prefill_case(8192, 32_768, WINDOW),
         kv_write_case(256),
         *layer_cases(256),
         decode_case(64, 4096),
         decode_case(256, 1024),
         decode_case(1, 131_072),
+        decode_case(64, 4096, WINDOW),
+        decode_case(1, 131_072, WINDOW),
         *block_cases(64, 32),
     ]
 

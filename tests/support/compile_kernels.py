@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from blockferry.engine.attention.base import AttentionRule
 from blockferry.kernels import launch
 
 TARGETS = {
@@ -51,7 +52,18 @@ def _paged(num_heads, num_kv_heads, head_dim, dtype, *, rows=2):
     page = torch.empty(9, num_kv_heads, 16, 2 * head_dim, dtype=dtype)
     table = torch.zeros(rows, 64, dtype=torch.int32)
     q = torch.empty(64, num_heads, head_dim, dtype=dtype)
-    return q, {"kv_cache": page, "block_table_RM": table, "scale": 0.1}
+    return q, {"kv_cache": page, "block_table_RM": table, "rule": AttentionRule(scale=0.1)}
+
+
+def _launch_attention(modules, q, paged):
+    """Prefill, and decode with one split and with several."""
+    lens = torch.ones(2, dtype=torch.int32)
+    starts = torch.zeros(3, dtype=torch.int32)
+    modules["paged_prefill"].paged_prefill(q, query_start_R1=starts, seq_lens_R=lens, num_tokens=64, out_THD=q, **paged)
+    for max_seq_len in (100, 1000):
+        modules["paged_decode"].paged_decode(
+            q[:2], seq_lens_R=lens, total_seq_len=200, max_seq_len=max_seq_len, out_RHD=q[:2], **paged
+        )
 
 
 def _launch_latent(modules, num_heads, latent_dim, value_dim, dtype):
@@ -66,6 +78,16 @@ def _launch_latent(modules, num_heads, latent_dim, value_dim, dtype):
         modules["latent_decode"].latent_decode(
             q[:2], total_seq_len=200, max_seq_len=max_seq_len, out_RHV=out[:2], **rows, **rule
         )
+
+
+def ruled_layers():
+    """(query heads, kv heads, head dim, rule) of layers that do not read the whole sequence as it is."""
+    return [
+        (64, 8, 64, AttentionRule(scale=0.125, window=128, sinks_H=torch.zeros(64))),  # gpt-oss 120B
+        (8, 4, 256, AttentionRule(scale=0.0625, window=4096, soft_cap=50.0)),  # Gemma 2 2B
+        (32, 8, 128, AttentionRule(scale=0.1, window=4096)),  # Mistral 7B v0.1
+        (40, 8, 128, AttentionRule(scale=0.1, chunk=8192)),  # Llama 4 Scout
+    ]
 
 
 def _launch_experts(modules):
@@ -103,14 +125,7 @@ def launch_everything(modules):
     ]
     for num_heads, num_kv_heads, head_dim, dtype in shapes:
         q, paged = _paged(num_heads, num_kv_heads, head_dim, dtype)
-        lens = torch.ones(2, dtype=i32)
-        modules["paged_prefill"].paged_prefill(
-            q, query_start_R1=torch.zeros(3, dtype=i32), seq_lens_R=lens, num_tokens=64, out_THD=q, **paged
-        )
-        for max_seq_len in (100, 1000):  # one split, several splits
-            modules["paged_decode"].paged_decode(
-                q[:2], seq_lens_R=lens, total_seq_len=200, max_seq_len=max_seq_len, out_RHD=q[:2], **paged
-            )
+        _launch_attention(modules, q, paged)
         k = torch.empty(64, num_kv_heads, head_dim, dtype=dtype)
         slots = torch.zeros(64, dtype=torch.int64)
         modules["kv_write"].kv_write(k, k, kv_cache=paged["kv_cache"], slot_mapping_T=slots)
@@ -118,6 +133,9 @@ def launch_everything(modules):
         modules["rotary"].rotate(q, k, cos_sin=table, positions_T=slots)
         weight = torch.empty(head_dim, dtype=dtype)
         modules["rms_norm"].rms_norm_heads(q, weight, 1e-6)
+    for num_heads, num_kv_heads, head_dim, rule in ruled_layers():
+        q, paged = _paged(num_heads, num_kv_heads, head_dim, torch.bfloat16)
+        _launch_attention(modules, q, paged | {"rule": rule})
     q, paged = _paged(32, 8, 128, torch.bfloat16, rows=1)  # an argument of 1 is a constant to Triton
     one = torch.ones(1, dtype=i32)
     modules["paged_prefill"].paged_prefill(

@@ -8,10 +8,37 @@ import math
 
 import torch
 
-from blockferry.engine.attention.base import AttentionMetadata
+from blockferry.engine.attention.base import AttentionMetadata, AttentionRule
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# window, chunk, soft cap, whether there are sinks; reaches are smaller than a block, not a multiple of one, larger than
+# any sequence
+RULES = [
+    (5, None, None, False),
+    (37, None, None, False),
+    (500, None, None, False),
+    (None, 7, None, False),
+    (None, 48, None, False),
+    (20, 48, None, False),
+    (48, 20, 3.0, False),
+    (None, None, 3.0, False),
+    (None, None, None, True),
+    (37, None, None, True),
+    (37, None, 3.0, True),
+    (None, 500, 3.0, True),
+]
 LAYOUTS = ("BHLNC", "BLHNC", "LBHNC", "LBNHC")
+
+
+def make_rule(window, chunk, soft_cap, has_sinks, *, num_heads, scale=0.5):
+    """The rule of an entry of RULES."""
+    sinks = make_sinks(num_heads) if has_sinks else None
+    return AttentionRule(scale=scale, window=window, chunk=chunk, soft_cap=soft_cap, sinks_H=sinks)
+
+
+def make_sinks(num_heads):
+    """One sink a head, from far below the scores to above them."""
+    return torch.linspace(-4.0, 4.0, num_heads, device=DEVICE)
 
 
 def make_pool(layout, *, num_blocks, num_layers=2, num_heads, block_size=16, head_dim, dtype, fill=None):
@@ -37,6 +64,19 @@ def poison_unused(kv_cache, table, seq_lens):
     used = torch.zeros(kv_cache.shape[0], block_size, dtype=torch.bool)
     for row, seq_len in enumerate(seq_lens):
         for position in range(seq_len):
+            used[int(table[row, position // block_size]), position % block_size] = True
+    kv_cache.permute(0, 2, 1, 3)[~used.to(kv_cache.device)] = math.nan
+
+
+def drop_unreached(kv_cache, table, query_lens, seq_lens, rule):
+    """Make what no query reaches null: block 0 in the table, NaN in the pages, the null block included."""
+    block_size = kv_cache.shape[2]
+    used = torch.zeros(kv_cache.shape[0], block_size, dtype=torch.bool)
+    for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens)):
+        start = seq_len - query_len
+        first = max(0, start - (rule.window or seq_len) + 1, start // (rule.chunk or seq_len) * (rule.chunk or seq_len))
+        table[row, : first // block_size] = 0
+        for position in range(first, seq_len):
             used[int(table[row, position // block_size]), position % block_size] = True
     kv_cache.permute(0, 2, 1, 3)[~used.to(kv_cache.device)] = math.nan
 

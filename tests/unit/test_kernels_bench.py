@@ -7,6 +7,8 @@ import pytest
 import torch
 from support.paged import DEVICE
 
+from blockferry.engine.attention.base import AttentionRule
+
 pytestmark = pytest.mark.triton
 
 SCRIPT = Path(__file__).parents[1] / "bench/bench_kernels.py"
@@ -30,6 +32,7 @@ def test_every_case_runs_at_a_small_size(bench, monkeypatch):
         *bench.layer_cases(2),
         bench.prefill_case(5, 9),
         bench.decode_case(2, 30),
+        bench.decode_case(2, 30, AttentionRule(scale=0.1, window=9)),
         *bench.block_cases(2, 2),
     ]
     assert {case.name for case in cases} == {case.name for case in bench.all_cases()}
@@ -42,6 +45,8 @@ def test_every_case_runs_at_a_small_size(bench, monkeypatch):
     [
         ("paged_decode", "R=64 S=4096", 224),
         ("paged_prefill", "q=8192 c=0", 555),
+        ("paged_decode", "R=64 S=4096 w=1024", 56),
+        ("paged_prefill", "q=8192 c=32768 w=1024", 139),
         ("kv_write", "T=8192", 14),
         ("add_rms_norm", "T=8192", 56),
         ("rms_norm_heads", "T=8192", 28),

@@ -2,20 +2,21 @@
 
 import pytest
 import torch
-from support.paged import DEVICE, make_pool, make_table, poison_unused
+from support.paged import DEVICE, RULES, drop_unreached, make_pool, make_rule, make_sinks, make_table, poison_unused
 
+from blockferry.engine.attention.base import AttentionRule
 from blockferry.kernels import paged_decode as module
 from blockferry.kernels.launch import Target
 from blockferry.kernels.paged_decode import choose_split_size, decode_config, paged_decode, paged_decode_torch
 
 pytestmark = pytest.mark.triton
 
-SCALE = 0.2
+RULE = AttentionRule(scale=0.2)
 GPU_ONLY = [("BHLNC", 32, 8, 128, torch.bfloat16)] if DEVICE == "cuda" else []
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
-def _decode(pages, table, seq_lens, *, num_heads, head_dim, dtype):
+def _decode(pages, table, seq_lens, *, num_heads, head_dim, dtype, rule=RULE):
     """(kernel's output, oracle's output)."""
     q = torch.randn(len(seq_lens), 3 * num_heads, head_dim).to(dtype).to(DEVICE)[:, num_heads : 2 * num_heads]
     lens = torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE)
@@ -27,10 +28,10 @@ def _decode(pages, table, seq_lens, *, num_heads, head_dim, dtype):
         seq_lens_R=lens,
         total_seq_len=sum(seq_lens),
         max_seq_len=max(seq_lens),
-        scale=SCALE,
+        rule=rule,
         out_RHD=out,
     )
-    return out, paged_decode_torch(q, kv_cache=pages, block_table_RM=table, seq_lens_R=lens, scale=SCALE)
+    return out, paged_decode_torch(q, kv_cache=pages, block_table_RM=table, seq_lens_R=lens, rule=rule)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +74,46 @@ def test_splits_merge_to_the_output_of_the_whole(dtype, monkeypatch):
     torch.testing.assert_close(out, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("terms", RULES)
+@pytest.mark.parametrize("num_processors", [1, 1000])  # one split, many
+def test_rules_equal_the_oracle_and_read_nothing_out_of_reach(terms, num_processors, monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(module, "MIN_SPLIT_SIZE", 16)
+    monkeypatch.setattr(module, "num_processors", lambda device: num_processors)
+    rule = make_rule(*terms, num_heads=6)
+    seq_lens = [1, 37, 48, 49, 120]
+    pool = make_pool("BHLNC", num_blocks=24, num_heads=2, head_dim=32, dtype=torch.float32)
+    table = make_table(seq_lens, num_blocks=24)
+    drop_unreached(pool[:, 1], table, [1] * 5, seq_lens, rule)
+
+    out, expected = _decode(pool[:, 1], table, seq_lens, num_heads=6, head_dim=32, dtype=torch.float32, rule=rule)
+
+    torch.testing.assert_close(out, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_a_window_is_split_by_its_own_length():
+    whole = {"bytes_per_split": 32 * 128 * 4, "num_programs": 528}
+    assert choose_split_size(total_work=131_072 * 8, max_keys=131_072, **whole) == 2048
+    assert choose_split_size(total_work=4096 * 8, max_keys=4096, **whole) == module.MIN_SPLIT_SIZE
+
+
+def test_a_row_of_length_zero_yields_zeros_beside_a_sink():
+    rule = AttentionRule(scale=0.2, window=5, sinks_H=make_sinks(2))
+    pool = make_pool("BHLNC", num_blocks=4, num_heads=1, head_dim=32, dtype=torch.float32)
+    table = make_table([3], num_blocks=4)
+    out, _ = _decode(pool[:, 0], table, [0], num_heads=2, head_dim=32, dtype=torch.float32, rule=rule)
+    assert not out.any()
+
+
+def test_sinks_of_another_dtype_are_refused():
+    rule = AttentionRule(scale=0.2, sinks_H=make_sinks(1).half())
+    pool = make_pool("BHLNC", num_blocks=4, num_heads=1, head_dim=32, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"sinks is torch.float16, the kernel takes torch.float32"):
+        _decode(
+            pool[:, 0], make_table([3], num_blocks=4), [3], num_heads=1, head_dim=32, dtype=torch.float32, rule=rule
+        )
+
+
 def test_large_scores_do_not_overflow():
     seq_lens = [40]
     pool = make_pool("BHLNC", num_blocks=4, num_heads=1, head_dim=32, dtype=torch.float32)
@@ -105,7 +146,7 @@ def test_few_long_rows_are_split_to_fill_the_gpu_and_many_are_not():
         heads = 8
         return choose_split_size(
             total_work=rows * seq_len * heads,
-            max_seq_len=seq_len,
+            max_keys=seq_len,
             bytes_per_split=rows * 32 * 128 * 4,
             num_programs=528,
         )
