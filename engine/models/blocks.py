@@ -92,6 +92,7 @@ class AttentionOptions:
     norm_names: tuple[str, str] | None = None  # of the norms of each head of q and k
     norm_offset: float = 0.0
     out_name: str = "o_proj"
+    rotates_neighbours: bool = False  # pairs of each head that are rotated are neighbours, not halves apart
 
 
 def read_attention(
@@ -102,6 +103,7 @@ def read_attention(
     heads, weights, head_dim = shape.split(build), build.weights, shape.head_dim
     num_q, num_kv = shape.num_heads * head_dim, shape.num_kv_heads * head_dim
     query, kv = features_of(heads.query, head_dim), features_of(heads.kv, head_dim)
+    paired = head_dim if options.rotates_neighbours else None
     norms = [
         weights.norm(f"{prefix}{name}.weight", head_dim, offset=options.norm_offset)
         for name in options.norm_names or ()
@@ -111,8 +113,8 @@ def read_attention(
         heads=heads,
         qkv=weights.column_parallel(
             [
-                Projection(name=f"{prefix}q_proj", size=num_q, rows=[query]),
-                Projection(name=f"{prefix}k_proj", size=num_kv, rows=[kv]),
+                Projection(name=f"{prefix}q_proj", size=num_q, rows=[query], paired_head_dim=paired),
+                Projection(name=f"{prefix}k_proj", size=num_kv, rows=[kv], paired_head_dim=paired),
                 Projection(name=f"{prefix}v_proj", size=num_kv, rows=[kv]),
             ],
             build.header.hidden_size,

@@ -22,9 +22,11 @@ from blockferry.engine.models.gpt_oss import build_gpt_oss
 from blockferry.engine.models.layers import Communicator
 from blockferry.engine.models.lfm2 import build_lfm2
 from blockferry.engine.models.llama import build_llama
+from blockferry.engine.models.llama4 import build_llama4
 from blockferry.engine.models.loader import Checkpoint
 from blockferry.engine.models.ops import LayerOps
 from blockferry.engine.models.qwen3_moe import build_qwen3_moe
+from blockferry.engine.models.qwen3_next import build_qwen3_5, build_qwen3_next
 from blockferry.engine.models.sharding import RankPlace
 from blockferry.engine.models.state_ops import StateOps
 from blockferry.engine.models.weights import Placement, WeightReader
@@ -36,10 +38,14 @@ FAMILIES: Mapping[str, Callable[[Build], Decoder]] = {
     "Qwen3ForCausalLM": build_llama,
     "Gemma2ForCausalLM": build_gemma,
     "Gemma3ForCausalLM": build_gemma,
+    "Llama4ForCausalLM": build_llama4,
     "Lfm2ForCausalLM": build_lfm2,
     "Qwen3MoeForCausalLM": build_qwen3_moe,
     "DeepseekV3ForCausalLM": build_deepseek_v3,
     "GptOssForCausalLM": build_gpt_oss,
+    "Qwen3NextForCausalLM": build_qwen3_next,
+    "Qwen3_5ForCausalLM": build_qwen3_5,
+    "Qwen3_5MoeForCausalLM": build_qwen3_5,
 }
 
 

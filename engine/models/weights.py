@@ -34,6 +34,7 @@ class Projection:
     name: str
     size: int  # output features of all ranks
     rows: Sequence[Span]  # this rank's, in order
+    paired_head_dim: int | None = None  # of heads whose rotated pairs are neighbours: stored as halves here
 
 
 class WeightReader:
@@ -91,6 +92,11 @@ class WeightReader:
                 self.checkpoint.read_into(weight_FE[start:], f"{part.name}.weight", (part.size, num_inputs), rows=span)
                 if bias_F is not None:
                     self.checkpoint.read_into(bias_F[start:], f"{part.name}.bias", (part.size,), rows=span)
+                if part.paired_head_dim is not None:
+                    order = halves_of_pairs(part.paired_head_dim, len(span)) + start
+                    weight_FE[start : start + len(span)] = weight_FE[order]
+                    if bias_F is not None:
+                        bias_F[start : start + len(span)] = bias_F[order]
                 start += len(span)
         return make_linear(weight_FE, bias_F)
 
@@ -111,6 +117,15 @@ class WeightReader:
     def empty(self, *shape: int) -> torch.Tensor:
         """Uninitialised memory of the model's dtype on its device."""
         return torch.empty(shape, dtype=self.placement.dtype, device=self.placement.device)
+
+
+def halves_of_pairs(head_dim: int, num_features: int) -> torch.Tensor:
+    """Where the features of whole heads come from when each head's even ones are put before its odd ones; int64 [F].
+
+    Scores do not change when queries and keys are reordered alike, and rotating neighbours (GPT-J style) becomes
+    rotating halves (NeoX style), which is all that LayerOps.rotate does.
+    """
+    return torch.arange(num_features).view(-1, head_dim // 2, 2).transpose(1, 2).flatten()
 
 
 def features_of(heads: Span, head_dim: int) -> Span:
