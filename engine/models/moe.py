@@ -7,10 +7,10 @@
         +-- shared expert (a dense layer's shard), optionally times sigmoid(gate x) ------------+
 
 Every rank routes all tokens, alike, and computes the pairs of its own experts. Weights are owned by the objects built
-from them; moe_weights.py reads them, routing.py chooses the experts.
+from them; moe_weights.py reads them, routing.py chooses the experts, expert_ops.py has what is between.
 
 Legend: T tokens, K experts chosen per token, X this rank's experts, X1 = X + 1, M pairs of a token and one of its
-experts, sorted by expert, E hidden, F feed-forward size of an expert, G = 2F: gates, then ups, I in, O out features.
+experts, sorted by expert, E hidden, F feed-forward size of an expert, G = 2F: gates, then ups.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ import torch
 from torch.nn import functional
 
 from blockferry.engine.models.decoder import Build
+from blockferry.engine.models.expert_ops import ExpertOps, expert_ops_for
 from blockferry.engine.models.layers import Linear, make_linear
 from blockferry.engine.models.moe_weights import ExpertNames, ExpertShapes, ExpertWeights, read_experts
 from blockferry.engine.models.routing import Route, Routing
-from blockferry.engine.models.sharding import Span, split_evenly
+from blockferry.engine.models.sharding import split_evenly
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 """Gates and ups [M, G] -> [M, F]."""
@@ -67,71 +68,6 @@ class Weighting(enum.Enum):
     INPUT = "input"  # Llama 4
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertGroups:
-    """The pairs of a step sorted by expert, each expert's pairs in the order of their tokens."""
-
-    pair_M: torch.Tensor  # int64, t * K + k
-    starts_X1: torch.Tensor  # int32; the pairs of local expert x are [starts[x], starts[x + 1])
-    row_TK: torch.Tensor  # int64, where a pair lies among the M; of no meaning where not local
-    is_local_TK: torch.Tensor | None  # bool, None: every pair is of this rank
-
-
-def group_by_expert(expert_ids_TK: torch.Tensor, experts: Span, *, num_experts: int) -> ExpertGroups:
-    """Sort the pairs of this rank's experts, of num_experts, by expert.
-
-    On a CPU M counts those pairs only. On a GPU their number is not known without waiting for it: there M = T * K, and
-    the pairs of other ranks' experts come last, past starts[X].
-    """
-    local_P = expert_ids_TK.flatten() - experts.start
-    is_local_P = None
-    if len(experts) < num_experts:
-        is_local_P = (local_P >= 0) & (local_P < len(experts))
-        local_P = local_P.masked_fill(~is_local_P, len(experts))
-    sorted_P, pair_P = torch.sort(local_P, stable=True)
-    bounds_X1 = torch.arange(len(experts) + 1, device=local_P.device)
-    starts_X1 = torch.searchsorted(sorted_P, bounds_X1).int()
-    row_P = torch.empty_like(pair_P).scatter_(0, pair_P, torch.arange(len(pair_P), device=pair_P.device))
-    if is_local_P is not None:
-        row_P = row_P.masked_fill(~is_local_P, 0)
-    return ExpertGroups(
-        pair_M=pair_P[: int(starts_X1[-1])] if pair_P.device.type == "cpu" else pair_P,
-        starts_X1=starts_X1,
-        row_TK=row_P.view(expert_ids_TK.shape),
-        is_local_TK=None if is_local_P is None else is_local_P.view(expert_ids_TK.shape),
-    )
-
-
-class GroupedLinear(Protocol):
-    """y = x W^T + b with a matrix of its own for each group of rows."""
-
-    def __call__(self, x_MI: torch.Tensor, starts_X1: torch.Tensor) -> torch.Tensor:
-        """Returns [M, O]; rows past starts[X] are of no meaning. x is contiguous."""
-
-
-class LoopedLinear:
-    """One linear layer per expert, each with the kernel that is fastest for a dense one."""
-
-    def __init__(self, weight_XOI: torch.Tensor, bias_XO: torch.Tensor | None) -> None:
-        self._out_features = weight_XOI.shape[1]
-        biases = [None] * len(weight_XOI) if bias_XO is None else list(bias_XO)
-        self._linears: list[Linear] = [make_linear(weight, bias) for weight, bias in zip(weight_XOI, biases)]
-
-    def __call__(self, x_MI: torch.Tensor, starts_X1: torch.Tensor) -> torch.Tensor:
-        """See GroupedLinear. Costs one call per expert that has rows."""
-        y_MO = x_MI.new_empty(len(x_MI), self._out_features)
-        starts = starts_X1.tolist()
-        for linear, start, stop in zip(self._linears, starts, starts[1:]):
-            if start < stop:
-                y_MO[start:stop] = linear(x_MI[start:stop])
-        return y_MO
-
-
-def make_grouped_linear(weight_XOI: torch.Tensor, bias_XO: torch.Tensor | None) -> GroupedLinear:
-    """The fastest exact grouped linear layer for the weights' device and dtype."""
-    return LoopedLinear(weight_XOI, bias_XO)
-
-
 class Experts:
     """One rank's routed experts of one layer. One thread calls it.
 
@@ -144,33 +80,29 @@ class Experts:
         self,
         weights: ExpertWeights,
         *,
-        num_experts: int,
+        ops: ExpertOps,
         activation: Activation,
         weighting: Weighting = Weighting.OUTPUT,
     ) -> None:
         self._experts = weights.experts
-        self._num_experts = num_experts  # of the layer, on all ranks
-        self._gate_up = make_grouped_linear(weights.gate_up_XGE, weights.gate_up_bias_XG)
-        self._down = make_grouped_linear(weights.down_XEF, weights.down_bias_XE)
+        self._gate_up = ops.grouped_linear(weights.gate_up_XGE, weights.gate_up_bias_XG)
+        self._down = ops.grouped_linear(weights.down_XEF, weights.down_bias_XE)
+        self._ops = ops
         self._activation = activation
         self._weighting = weighting
 
     def __call__(self, x_TE: torch.Tensor, routing: Routing) -> torch.Tensor:
         """This rank's summand [T, E] of the layer, in x's dtype."""
-        groups = group_by_expert(routing.expert_ids_TK, self._experts, num_experts=self._num_experts)
-        if not len(groups.pair_M):
-            return torch.zeros_like(x_TE)
-        num_chosen = routing.expert_ids_TK.shape[1]
-        x_ME = x_TE[groups.pair_M // num_chosen]
+        groups = self._ops.group(routing.expert_ids_TK, self._experts)
+        starts_X1, token_M = groups.starts_X1, groups.pair_M // routing.expert_ids_TK.shape[1]
+        weights_TK: torch.Tensor | None = routing.weights_TK
         if self._weighting is Weighting.INPUT:
-            x_ME *= routing.weights_TK.flatten()[groups.pair_M, None].to(x_ME.dtype)
-        hidden_MF = self._activation(self._gate_up(x_ME, groups.starts_X1))
-        y_TKE = self._down(hidden_MF, groups.starts_X1)[groups.row_TK]
-        if self._weighting is Weighting.OUTPUT:
-            y_TKE = y_TKE * routing.weights_TK.unsqueeze(-1)
-        if groups.is_local_TK is not None:
-            y_TKE.masked_fill_(~groups.is_local_TK.unsqueeze(-1), 0)
-        return y_TKE.sum(dim=1, dtype=torch.float32).to(x_TE.dtype)
+            weights_M = routing.weights_TK.flatten()[groups.pair_M]
+            gate_up_MG = self._gate_up(x_TE[token_M] * weights_M[:, None].to(x_TE.dtype), starts_X1)
+            weights_TK = None
+        else:
+            gate_up_MG = self._gate_up(x_TE, starts_X1, token_M)
+        return self._ops.combine(self._down(self._activation(gate_up_MG), starts_X1), groups, weights_TK)
 
 
 class SharedExpert(Protocol):
@@ -249,7 +181,7 @@ def read_routed_experts(
     weights = read_experts(build.weights.checkpoint, names, shapes, span, build.weights.placement)
     return Experts(
         weights,
-        num_experts=shapes.num_experts,
+        ops=expert_ops_for(build.weights.placement.device),
         activation=activation or build.ops.silu_and_mul,
         weighting=weighting,
     )

@@ -40,12 +40,16 @@ class GroupLimits:
 
 def softmax_top_k(logits_TX: torch.Tensor, *, num_chosen: int) -> Routing:
     """The largest K of the softmax over all experts, as they are (Jamba; Qwen3-MoE without norm_topk_prob)."""
+    if logits_TX.is_cuda:
+        return _choose_on_gpu(logits_TX, num_chosen, "OF_ALL")
     weights_TK, expert_ids_TK = _top_probabilities(logits_TX, num_chosen)
     return Routing(expert_ids_TK=expert_ids_TK, weights_TK=weights_TK.to(logits_TX.dtype).float())
 
 
 def softmax_top_k_normalised(logits_TX: torch.Tensor, *, num_chosen: int) -> Routing:
     """The largest K of the softmax over all experts, made to sum to one (Qwen3-MoE, Qwen3-Next, Qwen3.5-MoE)."""
+    if logits_TX.is_cuda:
+        return _choose_on_gpu(logits_TX, num_chosen, "OF_CHOSEN")
     weights_TK, expert_ids_TK = _top_probabilities(logits_TX, num_chosen)
     weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
     return Routing(expert_ids_TK=expert_ids_TK, weights_TK=weights_TK.to(logits_TX.dtype).float())
@@ -53,6 +57,8 @@ def softmax_top_k_normalised(logits_TX: torch.Tensor, *, num_chosen: int) -> Rou
 
 def top_k_softmax(logits_TX: torch.Tensor, *, num_chosen: int) -> Routing:
     """The softmax over the K largest logits, in the logits' dtype (gpt-oss)."""
+    if logits_TX.is_cuda:
+        return _choose_on_gpu(logits_TX, num_chosen, "AFTER_CHOICE")
     top_TK, expert_ids_TK = torch.topk(logits_TX, num_chosen, dim=-1)
     return Routing(expert_ids_TK=expert_ids_TK, weights_TK=top_TK.softmax(dim=-1).float())
 
@@ -77,6 +83,13 @@ def sigmoid_grouped_top_k(logits_TX: torch.Tensor, *, bias_X: torch.Tensor, limi
     if limits.is_normalised:
         weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
     return Routing(expert_ids_TK=expert_ids_TK, weights_TK=weights_TK * limits.scale)
+
+
+def _choose_on_gpu(logits_TX: torch.Tensor, num_chosen: int, normalisation: str) -> Routing:
+    """The same in one launch; equal scores are ordered by expert."""
+    from blockferry.engine.models.triton_expert_ops import Normalisation, choose  # loads Triton, which CPUs never need
+
+    return choose(logits_TX, num_chosen, Normalisation[normalisation])
 
 
 def _top_probabilities(logits_TX: torch.Tensor, num_chosen: int) -> tuple[torch.Tensor, torch.Tensor]:

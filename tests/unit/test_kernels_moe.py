@@ -4,6 +4,12 @@ import pytest
 import torch
 from support.paged import DEVICE
 
+from blockferry.engine.models.expert_ops import TorchExpertOps
+from blockferry.engine.models.moe import Experts, Weighting, gated_silu
+from blockferry.engine.models.moe_weights import ExpertWeights
+from blockferry.engine.models.routing import softmax_top_k_normalised
+from blockferry.engine.models.sharding import Span
+from blockferry.engine.models.triton_expert_ops import TritonExpertOps, choose
 from blockferry.kernels import moe_combine, moe_grouped_matmul, moe_routing
 from blockferry.kernels.moe_routing import Normalisation
 
@@ -103,3 +109,25 @@ def test_logits_that_are_not_numbers_give_experts_that_exist():
 def test_more_chosen_than_there_are_is_refused():
     with pytest.raises(ValueError, match="7 of 6 experts cannot be chosen"):
         moe_routing.softmax_top_k(torch.zeros(1, 6, device=DEVICE), 7, Normalisation.OF_ALL)
+
+
+@pytest.mark.parametrize("weighting", Weighting)
+@pytest.mark.parametrize("experts", [Span(start=0, stop=6), Span(start=2, stop=4)])
+def test_experts_compute_with_kernels_what_they_compute_with_torch(experts, weighting):
+    num_experts = len(experts)
+    weights = ExpertWeights(
+        experts=experts,
+        gate_up_XGE=_randn(num_experts, 40, 32, seed=1),
+        gate_up_bias_XG=_randn(num_experts, 40, seed=2),
+        down_XEF=_randn(num_experts, 32, 20, seed=3),
+        down_bias_XE=_randn(num_experts, 32, seed=4),
+    )
+    x_TE, logits_TX = _randn(13, 32), _randn(13, 6, seed=5)
+    actual, expected = (
+        Experts(weights, ops=ops, activation=gated_silu, weighting=weighting)(x_TE, routing)
+        for ops, routing in (
+            (TritonExpertOps(), choose(logits_TX, 2, Normalisation.OF_CHOSEN)),
+            (TorchExpertOps(), softmax_top_k_normalised(logits_TX, num_chosen=2)),
+        )
+    )
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)

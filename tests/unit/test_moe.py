@@ -14,8 +14,9 @@ from support.moe_blocks import (
 )
 
 from blockferry.engine.errors import ModelLoadError
+from blockferry.engine.models.expert_ops import TorchExpertOps, group_by_expert
 from blockferry.engine.models.loader import Checkpoint
-from blockferry.engine.models.moe import ClampedSwiglu, Experts, gated_gelu_tanh, gated_silu, group_by_expert
+from blockferry.engine.models.moe import ClampedSwiglu, Experts, gated_gelu_tanh, gated_silu
 from blockferry.engine.models.moe_weights import (
     ExpertNames,
     ExpertShapes,
@@ -64,7 +65,7 @@ def test_infinite_token_leaves_the_others_alone(case):
 
 def test_rank_none_of_whose_experts_is_chosen_adds_nothing():
     weights = random_weights(Span(start=4, stop=NUM_EXPERTS))
-    experts = Experts(weights, num_experts=NUM_EXPERTS, activation=gated_silu)
+    experts = Experts(weights, ops=TorchExpertOps(), activation=gated_silu)
     routing = Routing(expert_ids_TK=torch.tensor([[0, 1], [3, 2]]), weights_TK=torch.ones(2, 2))
     assert experts(hidden(2), routing).count_nonzero() == 0
 
@@ -74,19 +75,21 @@ def test_no_tokens_give_no_rows(case):
 
 
 def test_result_keeps_the_dtype_of_its_input():
-    experts = Experts(random_weights(Span(start=0, stop=8), torch.bfloat16), num_experts=8, activation=gated_silu)
+    experts = Experts(
+        random_weights(Span(start=0, stop=8), torch.bfloat16), ops=TorchExpertOps(), activation=gated_silu
+    )
     routing = Routing(expert_ids_TK=torch.tensor([[0, 7]]), weights_TK=torch.ones(1, 2))
     assert experts(hidden(1).bfloat16(), routing).dtype is torch.bfloat16
 
 
 def test_pairs_of_an_expert_stay_in_the_order_of_their_tokens():
-    groups = group_by_expert(torch.tensor([[2, 0], [0, 1], [2, 1]]), Span(start=0, stop=3), num_experts=3)
+    groups = group_by_expert(torch.tensor([[2, 0], [0, 1], [2, 1]]), Span(start=0, stop=3))
     assert groups.pair_M.tolist() == [1, 2, 3, 5, 0, 4]
     assert groups.starts_X1.tolist() == [0, 2, 4, 6]
 
 
 def test_pairs_of_other_ranks_are_left_out():
-    groups = group_by_expert(torch.tensor([[2, 0], [0, 1], [2, 1]]), Span(start=1, stop=2), num_experts=3)
+    groups = TorchExpertOps().group(torch.tensor([[2, 0], [0, 1], [2, 1]]), Span(start=1, stop=2))
     assert groups.pair_M.tolist() == [3, 5]
 
 
