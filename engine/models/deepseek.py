@@ -123,7 +123,7 @@ def read_latent_attention(build: Build, prefix: str, shape: LatentShape) -> Late
         f"{prefix}kv_b_proj.weight",
         (shape.num_heads * (shape.nope_dim + shape.value_dim), shape.latent_dim),
         rows=[features_of(shape.heads, shape.nope_dim + shape.value_dim)],
-    ).unflatten(0, (len(shape.heads), -1))
+    ).view(len(shape.heads), -1, shape.latent_dim)
     return LatentParts(
         shape=shape,
         down=_read_down(build, prefix, shape),
@@ -189,9 +189,9 @@ class LatentAttention:
     def _split_heads(self, q_TF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """([T, H, N], [T, H, W])."""
         shape = self._parts.shape
-        num_heads = len(shape.heads)
-        nope_TF, rotated_TF = q_TF.tensor_split([num_heads * shape.nope_dim], dim=1)
-        return nope_TF.unflatten(1, (num_heads, -1)), rotated_TF.unflatten(1, (num_heads, -1))
+        num_nope = len(shape.heads) * shape.nope_dim
+        per_head = (len(q_TF), len(shape.heads), -1)
+        return q_TF[:, :num_nope].view(per_head), q_TF[:, num_nope:].view(per_head)
 
 
 def _read_down(build: Build, prefix: str, shape: LatentShape) -> Linear:

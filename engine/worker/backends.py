@@ -33,8 +33,11 @@ def attention_backend(device: Device) -> AttentionBackend:
 
 def latent_backend(device: Device) -> LatentBackend:
     """The latent-attention backend of a device."""
-    del device
-    return TorchLatentAttention()
+    if device is Device.CPU:
+        return TorchLatentAttention()
+    from blockferry.engine.attention.triton_latent import TritonLatentAttention  # loads Triton, as above
+
+    return TritonLatentAttention()
 
 
 def layer_ops(device: Device) -> LayerOps:
