@@ -174,15 +174,12 @@ class GatedDeltaNet:
         return self._reduce(self.parts.out(self._gate(read_THV, z_T)))
 
     def _inputs(self, qkv_TC: torch.Tensor, b_TH: torch.Tensor, a_TH: torch.Tensor) -> DeltaInputs:
-        parts, keys = self.parts, self._keys
-        q_TGK, k_TGK = (
-            x.unflatten(1, (-1, parts.shape.key_dim)) for x in (qkv_TC[:, :keys], qkv_TC[:, keys : 2 * keys])
-        )
-        served = parts.shape.values_per_key
+        parts, keys, shape = self.parts, self._keys, self.parts.shape
+        q_TGK, k_TGK = qkv_TC[:, : 2 * keys].view(len(qkv_TC), 2, -1, shape.key_dim).unbind(1)
         return DeltaInputs(
-            q_THK=_unit(q_TGK, parts.shape.key_dim**-0.5).repeat_interleave(served, 1),
-            k_THK=_unit(k_TGK, 1.0).repeat_interleave(served, 1),
-            v_THV=qkv_TC[:, 2 * keys :].unflatten(1, (-1, parts.shape.value_dim)),
+            q_THK=_unit(q_TGK, shape.key_dim**-0.5).repeat_interleave(shape.values_per_key, 1),
+            k_THK=_unit(k_TGK, 1.0).repeat_interleave(shape.values_per_key, 1),
+            v_THV=qkv_TC[:, 2 * keys :].view(len(qkv_TC), -1, shape.value_dim),
             log_decay_TH=parts.decay_rate_H * functional.softplus(a_TH.float() + parts.dt_bias_H),
             beta_TH=b_TH.sigmoid().float(),
         )

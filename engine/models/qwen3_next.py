@@ -19,15 +19,15 @@ import torch
 
 from blockferry.engine.attention.base import AttentionRule
 from blockferry.engine.models.blocks import (
+    PRE_NORM_NAMES,
     AttentionParts,
     AttentionShape,
     FeedForward,
     GatedMlp,
     Mixer,
     PreNormLayer,
-    layer_norms,
 )
-from blockferry.engine.models.config import rope_config
+from blockferry.engine.models.config import partial_rope_config
 from blockferry.engine.models.decoder import Build, Decoder, Ends
 from blockferry.engine.models.delta_net import (
     DeltaShape,
@@ -47,8 +47,9 @@ from blockferry.engine.models.step import Step
 from blockferry.engine.models.weights import Projection, features_of
 from blockferry.engine.models.yarn import yarn_config, yarn_table
 
-_ROTATED_FRACTION = 0.25  # where config.json is silent
+_ROTATED_PART = 0.25  # where config.json is silent
 _THETA = 10000.0
+_SPLIT_OFF = "model.language_model."
 
 
 def build_qwen3_next(build: Build) -> Decoder:
@@ -65,19 +66,31 @@ def _build(build: Build, projections: ProjectionReader) -> Decoder:
     activation = build.config.text("hidden_act", "silu")
     if activation != "silu":
         raise ValueError(f"hidden_act={activation} is not supported; supported: silu")
-    cos_sin = _cos_sin(build)
-    layers = []
-    for number in build.layer_numbers:
-        mixer: Mixer
-        if number in build.reaches:
-            mixer = _attention(build, number, cos_sin)
-        else:
-            prefix = f"model.layers.{number}.linear_attn."
-            mixer = GatedDeltaNet(build, number, read_delta_net(build, prefix, _delta_shape(build), projections))
-        layers.append(
-            PreNormLayer(build, mixer, _feed_forward(build, number), norms=layer_norms(build, number, offset=1.0))
-        )
-    return Decoder(build, layers, ends=Ends(norm_offset=1.0))
+    root, cos_sin = _root(build), _cos_sin(build)
+    layers = [_layer(build, number, f"{root}layers.{number}.", projections, cos_sin) for number in build.layer_numbers]
+    ends = Ends(embedding_name=f"{root}embed_tokens.weight", norm_name=f"{root}norm.weight", norm_offset=1.0)
+    return Decoder(build, layers, ends=ends)
+
+
+def _root(build: Build) -> str:
+    """What names begin with: where transformers split a text model off one that sees, it kept the whole model's."""
+    return _SPLIT_OFF if f"{_SPLIT_OFF}embed_tokens.weight" in build.weights.checkpoint else "model."
+
+
+def _layer(
+    build: Build, number: int, prefix: str, projections: ProjectionReader, cos_sin: torch.Tensor
+) -> PreNormLayer:
+    mixer: Mixer
+    if number in build.reaches:
+        mixer = _attention(build, number, f"{prefix}self_attn.", cos_sin)
+    else:
+        parts = read_delta_net(build, f"{prefix}linear_attn.", _delta_shape(build), projections)
+        mixer = GatedDeltaNet(build, number, parts)
+    before_mixer_E, before_other_E = (
+        build.weights.norm(f"{prefix}{name}.weight", build.header.hidden_size, offset=1.0) for name in PRE_NORM_NAMES
+    )
+    feed_forward = _feed_forward(build, number, f"{prefix}mlp.")
+    return PreNormLayer(build, mixer, feed_forward, norms=(before_mixer_E, before_other_E))
 
 
 def _delta_shape(build: Build) -> DeltaShape:
@@ -91,8 +104,8 @@ def _delta_shape(build: Build) -> DeltaShape:
     )
 
 
-def _feed_forward(build: Build, layer: int) -> FeedForward:
-    config, prefix, hidden_size = build.config, f"model.layers.{layer}.mlp.", build.header.hidden_size
+def _feed_forward(build: Build, layer: int, prefix: str) -> FeedForward:
+    config, hidden_size = build.config, build.header.hidden_size
     if not config.has("num_experts") or not is_sparse(config, layer):
         return GatedMlp(build, prefix, config.integer("intermediate_size"))
     shapes = ExpertShapes(
@@ -113,30 +126,27 @@ def _feed_forward(build: Build, layer: int) -> FeedForward:
 
 def _cos_sin(build: Build) -> torch.Tensor:
     """[max_len, rotated dims of a head]. Sections of mrope do not matter to text, whose three positions are one."""
-    values, placement, max_positions = build.header.values, build.weights.placement, build.header.max_positions
-    scaling = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
-    fraction = scaling.pop("partial_rotary_factor", values.get("partial_rotary_factor", _ROTATED_FRACTION))
-    width = int(build.config.integer("head_dim") * fraction)
-    if scaling.get("rope_type", scaling.get("type", "default")) == "yarn":
-        yarn = yarn_config(scaling, theta=float(values.get("rope_theta", _THETA)), max_positions=max_positions)
-        return yarn_table(yarn, head_dim=width, max_len=placement.max_model_len).to(placement.device)
-    rope = rope_config({**values, "rope_parameters": scaling, "partial_rotary_factor": 1.0}, max_positions)
-    return rope_table(rope, head_dim=width, max_len=placement.max_model_len).to(placement.device)
+    header, placement, head_dim = build.header, build.weights.placement, build.config.integer("head_dim")
+    values = {"partial_rotary_factor": _ROTATED_PART, **header.values}
+    scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if scaling.get("rope_type", scaling.get("type")) == "yarn":
+        yarn = yarn_config(scaling, theta=float(values.get("rope_theta", _THETA)), max_positions=header.max_positions)
+        part = float(scaling.get("partial_rotary_factor", values["partial_rotary_factor"]))
+        table = yarn_table(yarn, head_dim=int(head_dim * part), max_len=placement.max_model_len)
+    else:
+        rope = partial_rope_config(values, header.max_positions)
+        table = rope_table(rope, head_dim=head_dim, max_len=placement.max_model_len)
+    return table.to(placement.device)
 
 
-def _attention(build: Build, layer: int, cos_sin: torch.Tensor) -> GatedAttention:
+def _attention(build: Build, layer: int, prefix: str, cos_sin: torch.Tensor) -> GatedAttention:
     config = build.config
     shape = AttentionShape(
         num_heads=config.integer("num_attention_heads"),
         num_kv_heads=config.integer("num_key_value_heads"),
         head_dim=config.integer("head_dim"),
     )
-    parts = read_gated_attention(
-        build,
-        f"model.layers.{layer}.self_attn.",
-        shape,
-        has_bias=config.flag("attention_bias", default=False),
-    )
+    parts = read_gated_attention(build, prefix, shape, has_bias=config.flag("attention_bias", default=False))
     return GatedAttention(build, layer, parts, build.rule(layer, scale=shape.head_dim**-0.5), cos_sin=cos_sin)
 
 
@@ -202,7 +212,6 @@ class GatedAttention:
         q_THD, k_TKD, v_TKD, gate_THD = self.parts.qkv(x_TE).view(shape).split_with_sizes(self._sizes, 1)
         q_THD = self._ops.rms_norm_heads(q_THD, self._q_norm_D, self._eps)
         k_TKD = self._ops.rms_norm_heads(k_TKD, self._k_norm_D, self._eps)
-        width = self._cos_sin.shape[1]
-        self._ops.rotate(q_THD[..., :width], k_TKD[..., :width], self._cos_sin, step.positions_T)
+        self._ops.rotate(q_THD, k_TKD, self._cos_sin, step.positions_T)
         attended_THD = step.caches.attend(self._layer, q_THD, k_TKD, v_TKD, self._rule)
         return self._reduce(self.parts.out((attended_THD * torch.sigmoid(gate_THD)).flatten(1)))
