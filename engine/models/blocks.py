@@ -71,6 +71,17 @@ class AttentionShape:
             raise ModelLoadError(f"{build.weights.checkpoint.path}: {error}") from error
 
 
+def attention_shape(build: Build) -> AttentionShape:
+    """As most families' config.json names it. Raises ConfigError."""
+    config = build.config
+    num_heads = config.integer("num_attention_heads", default=32)
+    return AttentionShape(
+        num_heads=num_heads,
+        num_kv_heads=config.integer("num_key_value_heads", default=num_heads),
+        head_dim=config.integer("head_dim", default=build.header.hidden_size // num_heads),
+    )
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionParts:
     """Weights of one attention layer on one rank."""
@@ -154,6 +165,10 @@ class SelfAttention:
 
     def __call__(self, x_TE: torch.Tensor, step: Step) -> torch.Tensor:
         """See Mixer."""
+        return self._reduce(self.partial(x_TE, step))
+
+    def partial(self, x_TE: torch.Tensor, step: Step) -> torch.Tensor:
+        """This rank's part of the sum, for those who add more to it before it is reduced. Leaves x as it is."""
         parts = self.parts
         shape = (len(x_TE), sum(self._sizes), parts.shape.head_dim)
         q_THD, k_TKD, v_TKD = parts.qkv(x_TE).view(shape).split_with_sizes(self._sizes, 1)
@@ -163,7 +178,7 @@ class SelfAttention:
         if self._cos_sin is not None:
             self._ops.rotate(q_THD, k_TKD, self._cos_sin, step.positions_T)
         attended_THD = step.caches.attend(self._layer, q_THD, k_TKD, v_TKD, self._rule)
-        return self._reduce(parts.out(attended_THD.flatten(1)))
+        return parts.out(attended_THD.flatten(1))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,7 +91,7 @@ class Ends:
     embedding_name: str = "model.embed_tokens.weight"
     norm_name: str = "model.norm.weight"
     head_name: str = "lm_head.weight"
-    embedding_scale: float | None = None  # of embeddings, rounded to the model's dtype
+    embedding_scale: float | None = None
     norm_offset: float = 0.0  # 1 for norm weights that are stored relative to one
     logit_scale: float | None = None
     logit_soft_cap: float | None = None  # logits = cap * tanh(logits / cap)
@@ -136,7 +136,7 @@ class Decoder:
         assert self._embedding is not None, "embed() is for the first stage"
         x_TE = self._embedding(token_ids_T)
         if self._ends.embedding_scale is not None:
-            x_TE = x_TE * torch.tensor(self._ends.embedding_scale, dtype=x_TE.dtype, device=x_TE.device)
+            x_TE = x_TE * self._ends.embedding_scale
         return x_TE
 
     def forward(self, x_TE: torch.Tensor, step: Step) -> torch.Tensor:

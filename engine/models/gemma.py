@@ -49,8 +49,8 @@ def build_gemma(build: Build) -> Decoder:
         raise ValueError("use_bidirectional_attention is not supported; use a checkpoint that attends causally")
     soft_cap = values.get("final_logit_softcapping")
     layers = [_layer(build, number) for number in build.layer_numbers]
-    # transformers rounds the factor to the weights' dtype, and so does Decoder
-    scale = build.header.hidden_size**0.5
+    # transformers rounds the factor to the weights' dtype
+    scale = torch.tensor(build.header.hidden_size**0.5, dtype=build.weights.placement.dtype).item()
     return Decoder(build, layers, ends=Ends(embedding_scale=scale, norm_offset=1.0, logit_soft_cap=soft_cap))
 
 

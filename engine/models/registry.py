@@ -14,11 +14,14 @@ from blockferry.engine.kv.model_config import ModelConfig
 from blockferry.engine.kv.model_layers import LayerOptions, layers_of
 from blockferry.engine.kv.reach import EncoderReach, Reach
 from blockferry.engine.kv.spec import AttentionSpec
+from blockferry.engine.models.bamba import build_bamba
 from blockferry.engine.models.config import ModelHeader, read_header
 from blockferry.engine.models.decoder import Build, Decoder, stage_shard
 from blockferry.engine.models.deepseek import build_deepseek_v3
+from blockferry.engine.models.falcon_h1 import build_falcon_h1
 from blockferry.engine.models.gemma import build_gemma
 from blockferry.engine.models.gpt_oss import build_gpt_oss
+from blockferry.engine.models.jamba import build_jamba
 from blockferry.engine.models.layers import Communicator
 from blockferry.engine.models.lfm2 import build_lfm2
 from blockferry.engine.models.llama import build_llama
@@ -43,6 +46,9 @@ FAMILIES: Mapping[str, Callable[[Build], Decoder]] = {
     "Qwen3MoeForCausalLM": build_qwen3_moe,
     "DeepseekV3ForCausalLM": build_deepseek_v3,
     "GptOssForCausalLM": build_gpt_oss,
+    "JambaForCausalLM": build_jamba,
+    "BambaForCausalLM": build_bamba,
+    "FalconH1ForCausalLM": build_falcon_h1,
     "Qwen3NextForCausalLM": build_qwen3_next,
     "Qwen3_5ForCausalLM": build_qwen3_5,
     "Qwen3_5MoeForCausalLM": build_qwen3_5,
