@@ -43,7 +43,7 @@ def token_view(pool, layout):
     """The pool as [block, layer, head, token, content], whatever its order."""
     steps = strides(layout)
     return np.lib.stride_tricks.as_strided(
-        pool,
+        pool[layout.offset :],
         (layout.num_blocks, len(layout.layer_ids), layout.num_heads, layout.block_size, layout.content_bytes),
         (*steps, 1),
     )
@@ -80,7 +80,7 @@ def count_wrong(pool, layout, block_ids, num_tokens, *, first_token=0):
 
 
 class Instance:
-    """The workers of one instance and the events they report."""
+    """The workers of one instance and the events they report. A rank's layouts are one, or a tuple of all groups'."""
 
     def __init__(self, instance_id, layouts, open_transport, *, tp_size=1, options, fingerprint="m"):
         self.instance_id, self.layouts = instance_id, layouts
@@ -96,8 +96,9 @@ class Instance:
             )
             transport = open_transport()
             worker = PdWorker(transport, identity, self.events.put, options)
-            self.pools.append(worker.allocate(layout.num_bytes))
-            self.endpoints.append(worker.endpoint((layout,)))
+            groups = layout if isinstance(layout, tuple) else (layout,)
+            self.pools.append(worker.allocate(max(one.num_bytes for one in groups)))
+            self.endpoints.append(worker.endpoint(groups))
             self.workers.append(worker)
             self.transports.append(transport)
 

@@ -1,0 +1,185 @@
+"""Pools of real plans, as connectors and as kernels see them, for tests of what moves between two of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+import numpy as np
+import torch
+
+from blockferry.connectors.base import PoolLayout, TransferPart
+from blockferry.engine.errors import ConfigError
+from blockferry.engine.kv.plan import KVCachePlan, Planner, PlanRequest
+from blockferry.engine.kv.planners import plan_with
+from blockferry.engine.kv.reach import (
+    ChunkReach,
+    FullReach,
+    KVContent,
+    LatentContent,
+    SequenceLimits,
+    SpecKind,
+    WindowReach,
+)
+from blockferry.engine.kv.spec import AttentionSpec, LayerSpec, MambaSpec, ScratchRingSpec
+from blockferry.engine.models.sharding import Span
+from blockferry.engine.worker.page_views import PageDTypes, PageViews
+from blockferry.engine.worker.pool_layouts import pool_layouts
+
+ORDERS = ("BHLNC", "BLHNC", "LBHNC", "LBNHC")
+LIMITS = SequenceLimits(max_model_len=64, max_in_flight_tokens=16)
+DTYPES = PageDTypes(kv=torch.float16, states=(torch.float16, torch.float32))
+NUM_HEADS = 4
+
+
+def kv(block_size: int, tp_size: int, reach=None) -> AttentionSpec:
+    content = KVContent(num_kv_heads=NUM_HEADS // tp_size, head_dim=4, dtype_bytes=2)
+    return AttentionSpec(block_size=block_size, content=content, reach=reach or FullReach())
+
+
+def layers_of(mix: str, block_size: int, tp_size: int) -> tuple[LayerSpec, ...]:
+    full = kv(block_size, tp_size)
+    window = kv(block_size, tp_size, WindowReach(window=8))
+    chunk = kv(block_size, tp_size, ChunkReach(chunk=16))
+    latent = AttentionSpec(block_size=block_size, content=LatentContent(latent_dim=24, dtype_bytes=2))
+    state = MambaSpec(block_size=block_size, shapes=((3, 4), (2, 4 // tp_size, 4)), dtype_bytes=(2, 4))
+    wide = dataclasses.replace(full, content=dataclasses.replace(full.content, head_dim_v=16))
+    ring = ScratchRingSpec(block_size=8, page_bytes=96)
+    return {
+        "full": (full,) * 3,
+        "full and windows": (full, window, window, full, window),
+        "three reaches": (full, window, chunk, full),
+        "full and states": (full, state, full, state, state),
+        "three kinds": (full, state, window, state, state),
+        "latents": (latent,) * 3,
+        "latents and states": (latent, state, latent, window, state),
+        "two widths and a ring": (full, wide, full, ring, window),
+    }[mix]
+
+
+MIXES = (
+    "full",
+    "full and windows",
+    "three reaches",
+    "full and states",
+    "three kinds",
+    "latents",
+    "latents and states",
+    "two widths and a ring",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PoolKey:
+    """A rank's pool: what of, how planned, and which rank."""
+
+    mix: str
+    planner: Planner = Planner.UNIFORM
+    order: str = "BLHNC"
+    block_size: int = 4
+    tp_size: int = 1
+    tp_rank: int = 0
+
+
+@functools.cache
+def plan_of(key: PoolKey) -> KVCachePlan | None:
+    """None where the planner cannot."""
+    layers = layers_of(key.mix, key.block_size, key.tp_size)
+    request = PlanRequest(layers=layers, limits=LIMITS, memory_bytes=1 << 16, layout=key.order)
+    try:
+        return plan_with(key.planner, request)
+    except ConfigError:
+        return None
+
+
+@functools.cache
+def layouts_of(key: PoolKey) -> tuple[PoolLayout, ...]:
+    plan, num_heads = plan_of(key), NUM_HEADS // key.tp_size
+    kv_heads = Span(start=key.tp_rank * num_heads, stop=(key.tp_rank + 1) * num_heads)
+    return pool_layouts(
+        plan, order=key.order, dtype="float16", kv_heads=kv_heads, tp_rank=key.tp_rank, tp_size=key.tp_size
+    )
+
+
+def owned_blocks(plan: KVCachePlan, group: int) -> list[int]:
+    """Blocks of a group that share no byte with those that this gives to other groups."""
+    if plan.slab is None:
+        return list(range(1 + group, plan.num_blocks, len(plan.groups)))
+    pages = plan.slab.pages_per_slab[group]
+    owned = range(group, plan.slab.num_slabs, len(plan.groups))
+    return [1 + slab * pages + page for slab in owned for page in range(pages)]
+
+
+def views_of(key: PoolKey, pool) -> dict[int, list]:
+    """Bytes of every layer as kernels see them: [B, heads, tokens, bytes] of attention, [B, ...] per state tensor."""
+    views = PageViews(plan_of(key), torch.from_numpy(pool), layout=key.order, dtypes=DTYPES)
+    as_bytes = {i: [one.view(torch.uint8).numpy() for one in tensors] for i, tensors in views.layers.items()}
+    for layer_id, spec in enumerate(layers_of(key.mix, key.block_size, key.tp_size)):
+        if isinstance(spec, AttentionSpec) and spec.content.is_latent:
+            as_bytes[layer_id] = [one[:, None] for one in as_bytes[layer_id]]
+    return as_bytes
+
+
+def held_heads(key: PoolKey, layer_id: int) -> list[int]:
+    """Heads of a layer that the rank holds; of a state, whose it is."""
+    spec = layers_of(key.mix, key.block_size, key.tp_size)[layer_id]
+    if isinstance(spec, MambaSpec):
+        return [key.tp_rank]
+    if spec.content.is_latent:
+        return [0]
+    num_heads = NUM_HEADS // key.tp_size
+    return list(range(key.tp_rank * num_heads, (key.tp_rank + 1) * num_heads))
+
+
+def copy_naively(src: PoolKey, dst: PoolKey, src_pool, dst_pool, parts) -> None:
+    """What a transfer must do, one token of one head of one layer after the other, through the kernels' views."""
+    src_views, dst_views = views_of(src, src_pool), views_of(dst, dst_pool)
+    for part in parts:
+        for layer_id in plan_of(src).groups[part.group].layer_ids:
+            common = set(held_heads(src, layer_id)) & set(held_heads(dst, layer_id))
+            for mine, theirs in zip(src_views[layer_id], dst_views[layer_id]):
+                if is_state(src, part.group):
+                    for _ in common:
+                        theirs[part.dst_block_ids[0]] = mine[part.src_block_ids[0]]
+                    continue
+                for head, token in itertools.product(common, range(part.num_tokens)):
+                    src_column, src_slot = divmod(part.first_token + token, mine.shape[2])
+                    dst_column, dst_slot = divmod(part.dst_first_token + token, theirs.shape[2])
+                    value = mine[part.src_block_ids[src_column], held_heads(src, layer_id).index(head), src_slot]
+                    theirs[part.dst_block_ids[dst_column], held_heads(dst, layer_id).index(head), dst_slot] = value
+
+
+def part_of(src: PoolKey, dst: PoolKey, group: int, *, num_blocks: int) -> TransferPart:
+    """What fills num_blocks blocks of the destination, from blocks in no order."""
+    src_ids, dst_ids = (owned_blocks(plan_of(key), group)[::-1] for key in (src, dst))
+    size = 1 if is_state(dst, group) else plan_of(dst).groups[group].spec.block_size
+    num_blocks = 1 if is_state(dst, group) else num_blocks
+    return TransferPart(
+        group=group,
+        src_block_ids=np.array(src_ids[: num_blocks * 4], np.int32),
+        dst_block_ids=np.array(dst_ids[:num_blocks], np.int32),
+        num_tokens=num_blocks * size,
+    )
+
+
+def is_state(key: PoolKey, group: int) -> bool:
+    return plan_of(key).groups[group].spec.kind is SpecKind.MAMBA
+
+
+def is_ferried(key: PoolKey, group: int) -> bool:
+    return plan_of(key).groups[group].spec.prefix_cacheable
+
+
+def are_alike(one: PoolKey, other: PoolKey) -> bool:
+    """Whether the groups of both plans are of the same layers."""
+    return [set(group.layer_ids) for group in plan_of(one).groups] == [
+        set(group.layer_ids) for group in plan_of(other).groups
+    ]
+
+
+def new_pool(key: PoolKey, seed: int | None = None):
+    num_bytes = plan_of(key).pool_bytes
+    if seed is None:
+        return np.zeros(num_bytes, np.uint8)
+    return np.random.default_rng(seed).integers(1, 255, num_bytes).astype(np.uint8)
