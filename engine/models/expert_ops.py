@@ -113,8 +113,9 @@ class LoopedLinear:
 
     def __call__(self, x_NI: torch.Tensor, starts_X1: torch.Tensor, row_M: torch.Tensor | None = None) -> torch.Tensor:
         """See GroupedLinear. Costs one call per expert that has rows."""
-        y_MO = x_NI.new_empty(len(x_NI if row_M is None else row_M), self._out_features)
+        x_MI = x_NI if row_M is None else x_NI[row_M]
+        y_MO = x_MI.new_empty(len(x_MI), self._out_features)
         for linear, (start, stop) in zip(self._linears, itertools.pairwise(starts_X1.tolist())):
             if start < stop:
-                y_MO[start:stop] = linear(x_NI[start:stop] if row_M is None else x_NI[row_M[start:stop]])
+                y_MO[start:stop] = linear(x_MI[start:stop])
         return y_MO

@@ -19,7 +19,7 @@ from blockferry.engine.models.blocks import (
 from blockferry.engine.models.config import rope_config
 from blockferry.engine.models.decoder import Build, Decoder
 from blockferry.engine.models.layers import rope_table
-from blockferry.engine.models.moe import ClampedSwiglu, SparseMlp, SparseParts, read_routed_experts
+from blockferry.engine.models.moe import ClampedSwiglu, SparseMlp, SparseParts, experts_per_token, read_routed_experts
 from blockferry.engine.models.moe_weights import ExpertNames, ExpertShapes, StackedLayout
 from blockferry.engine.models.routing import top_k_softmax
 from blockferry.engine.models.yarn import yarn_config, yarn_table
@@ -69,7 +69,7 @@ def _experts(build: Build, prefix: str) -> SparseMlp:
     names = ExpertNames(prefix=f"{prefix}experts", stacked=StackedLayout.ALTERNATING_COLUMNS)
     parts = SparseParts(
         router=build.weights.linear(f"{prefix}router", (shapes.num_experts, shapes.hidden_size), has_bias=True),
-        route=functools.partial(top_k_softmax, num_chosen=config.integer("num_experts_per_tok", default=4)),
+        route=functools.partial(top_k_softmax, num_chosen=experts_per_token(config, shapes.num_experts, default=4)),
         experts=read_routed_experts(build, names, shapes, activation=activation),
     )
     return SparseMlp(build, parts)

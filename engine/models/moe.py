@@ -23,6 +23,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
+from blockferry.engine.kv.model_config import ModelConfig
 from blockferry.engine.models.decoder import Build
 from blockferry.engine.models.expert_ops import ExpertOps, expert_ops_for
 from blockferry.engine.models.layers import Linear, make_linear
@@ -185,6 +186,14 @@ def read_routed_experts(
         activation=activation or build.ops.silu_and_mul,
         weighting=weighting,
     )
+
+
+def experts_per_token(config: ModelConfig, num_experts: int, *, default: int) -> int:
+    """num_experts_per_tok. Raises ConfigError, and ValueError where a layer has fewer experts."""
+    num_chosen = config.integer("num_experts_per_tok", default=default)
+    if num_chosen > num_experts:
+        raise ValueError(f"num_experts_per_tok={num_chosen} exceeds the {num_experts} experts of a layer")
+    return num_chosen
 
 
 def read_float_router(build: Build, name: str, shape: tuple[int, int]) -> Linear:

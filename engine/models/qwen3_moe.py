@@ -18,7 +18,7 @@ from blockferry.engine.models.blocks import (
 from blockferry.engine.models.config import rope_config
 from blockferry.engine.models.decoder import Build, Decoder
 from blockferry.engine.models.layers import rope_table
-from blockferry.engine.models.moe import SparseMlp, SparseParts, read_routed_experts
+from blockferry.engine.models.moe import SparseMlp, SparseParts, experts_per_token, read_routed_experts
 from blockferry.engine.models.moe_weights import ExpertNames, ExpertShapes
 from blockferry.engine.models.routing import softmax_top_k, softmax_top_k_normalised
 
@@ -26,6 +26,9 @@ from blockferry.engine.models.routing import softmax_top_k, softmax_top_k_normal
 def build_qwen3_moe(build: Build) -> Decoder:
     """One rank's part of a Qwen3MoeForCausalLM. Raises ModelLoadError, ConfigError, KeyError, TypeError, ValueError."""
     config, header, placement = build.config, build.header, build.weights.placement
+    activation = config.text("hidden_act", "silu")
+    if activation != "silu":
+        raise ValueError(f"hidden_act={activation} is not supported; supported: silu")
     num_heads = config.integer("num_attention_heads", default=32)
     shape = AttentionShape(
         num_heads=num_heads,
@@ -47,8 +50,14 @@ def build_qwen3_moe(build: Build) -> Decoder:
 
 def is_sparse(config: ModelConfig, layer: int) -> bool:
     """Whether a layer has experts."""
+    if not _num_experts(config):
+        return False
     step = config.integer("decoder_sparse_step", default=1)
     return layer not in (config.integers("mlp_only_layers") or []) and (layer + 1) % step == 0
+
+
+def _num_experts(config: ModelConfig) -> int:
+    return config.count("num_experts", "num_local_experts", default=128)
 
 
 def _feed_forward(build: Build, layer: int) -> FeedForward:
@@ -56,14 +65,14 @@ def _feed_forward(build: Build, layer: int) -> FeedForward:
     if not is_sparse(config, layer):
         return GatedMlp(build, prefix, config.integer("intermediate_size", default=6144))
     shapes = ExpertShapes(
-        num_experts=config.integer("num_experts", "num_local_experts", default=128),
+        num_experts=_num_experts(config),
         hidden_size=build.header.hidden_size,
         feed_forward_size=config.integer("moe_intermediate_size", default=768),
     )
     route = softmax_top_k_normalised if config.flag("norm_topk_prob", default=False) else softmax_top_k
     parts = SparseParts(
         router=build.weights.linear(f"{prefix}gate", (shapes.num_experts, shapes.hidden_size)),
-        route=functools.partial(route, num_chosen=config.integer("num_experts_per_tok", default=8)),
+        route=functools.partial(route, num_chosen=experts_per_token(config, shapes.num_experts, default=8)),
         experts=read_routed_experts(build, ExpertNames(prefix=f"{prefix}experts"), shapes),
     )
     return SparseMlp(build, parts)

@@ -7,8 +7,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from support.checkpoints import edit_config
 from support.dense_step import dense_logits
-from support.tiny_families import checkpoint, make_prompt, reference_logits
+from support.tiny_families import checkpoint, make_prompt, reference_logits, reference_tokens
+from support.worker_driver import generate, start_worker, worker_spec
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from blockferry.engine.errors import ModelLoadError
@@ -33,6 +35,29 @@ def test_logits_equal_transformers(family, tp_size, tmp_path_factory):
     torch.testing.assert_close(logits, reference_logits(path, PROMPT), atol=2e-4, rtol=1e-4)
 
 
+def test_greedy_tokens_over_pages_equal_transformers(tmp_path_factory):
+    path = checkpoint("qwen3_moe", tmp_path_factory)
+    prompts = [PROMPT[:3], PROMPT[:70]]
+    outputs = generate(start_worker(worker_spec(path)), prompts, num_output=12, chunk=40)
+    assert outputs == [reference_tokens(path, prompt, 12) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "complaint"),
+    [
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok=9 exceeds the 8 experts of a layer"),
+        ("qwen3_moe", {"hidden_act": "gelu"}, "hidden_act=gelu is not supported; supported: silu"),
+        ("gpt_oss", {"num_experts_per_tok": 5}, "num_experts_per_tok=5 exceeds the 4 experts of a layer"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised weights are not supported"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused_by_name(family, changes, complaint, tmp_path, tmp_path_factory):
+    path = shutil.copytree(checkpoint(family, tmp_path_factory), tmp_path / "model")
+    edit_config(path, **changes)
+    with pytest.raises(ModelLoadError, match=complaint):
+        dense_logits(path, PROMPT[:2])
+
+
 def test_gpt_oss_in_mxfp4_is_refused_in_one_line(tmp_path, tmp_path_factory):
     path = shutil.copytree(checkpoint("gpt_oss", tmp_path_factory), tmp_path / "model")
     tensors = load_file(path / "model.safetensors")
@@ -53,6 +78,10 @@ def test_gpt_oss_without_rope_parameters_has_those_of_its_config_class(tmp_path,
 def test_only_every_other_layer_of_a_step_of_two_is_sparse():
     config = ModelConfig({"decoder_sparse_step": 2, "mlp_only_layers": [3]})
     assert [layer for layer in range(6) if is_sparse(config, layer)] == [1, 5]
+
+
+def test_no_layer_is_sparse_without_experts():
+    assert not is_sparse(ModelConfig({"num_experts": 0}), 0)
 
 
 @pytest.mark.parametrize(
