@@ -6,13 +6,17 @@ Legend: T tokens, H query heads, K KV heads, D head dim, R latent vector, V voca
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from support.state_oracles import make_step
 
 from blockferry.engine.attention.base import AttentionRule
+from blockferry.engine.kv.model_layers import LayerOptions, layers_of
+from blockferry.engine.kv.spec import MambaSpec
+from blockferry.engine.models.config import read_header
 from blockferry.engine.models.layers import Communicator
 from blockferry.engine.models.ops import TorchOps
 from blockferry.engine.models.registry import ModelParts, load_model
@@ -25,7 +29,11 @@ MEETING_TIMEOUT_S = 60.0
 
 
 class DenseCaches:
-    """Caches of models whose layers all attend, and of one prompt that is computed at once: nothing is kept."""
+    """Caches of one prompt that is computed at once: no keys are kept, and states are those of one row."""
+
+    def __init__(self, states: Mapping[int, LayerStates] | None = None) -> None:
+        """states: of each recurrent layer, by its number."""
+        self._states = states or {}
 
     def attend(
         self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rule: AttentionRule
@@ -47,8 +55,21 @@ class DenseCaches:
         return self.attend(layer, q_THR, latent_TR[:, None], latent_TR[:, None, :value_dim], rule)
 
     def states(self, layer: int) -> LayerStates:
-        """Not for models with states."""
-        raise AssertionError(layer)
+        """See Caches."""
+        return self._states[layer]
+
+
+def fresh_states(path: Path, num_tokens: int, *, tp_size: int = 1) -> dict[int, LayerStates]:
+    """States of one row that starts, as one rank holds them, in the blocks that a plan would give it."""
+    model = layers_of(read_header(path).values, LayerOptions(tp_size=tp_size))
+    return {
+        number: LayerStates(
+            tensors=tuple(torch.full((1, *shape), torch.nan) for shape in spec.shapes),
+            metadata=make_step([num_tokens], fresh=(0,)),
+        )
+        for number, spec in zip(model.layer_numbers, model.layers, strict=True)
+        if isinstance(spec, MambaSpec)
+    }
 
 
 class ThreadCommunicator:
@@ -101,7 +122,8 @@ def _rank_logits(path: Path, token_ids: Sequence[int], communicator: Communicato
         parts=ModelParts(ops=TorchOps(), state_ops=TorchStateOps(), communicator=communicator),
     )
     hidden_TE = model.embed(torch.tensor(list(token_ids), dtype=torch.int32))
-    hidden_TE = model.forward(hidden_TE, Step(positions_T=torch.arange(len(token_ids)), caches=DenseCaches()))
+    caches = DenseCaches(fresh_states(path, len(token_ids), tp_size=communicator.size))
+    hidden_TE = model.forward(hidden_TE, Step(positions_T=torch.arange(len(token_ids)), caches=caches))
     return model.logits(hidden_TE)
 
 
