@@ -1,6 +1,7 @@
-"""A whole instance in one process: the real scheduler, ledger, plans over the wire and one real worker, without Ray.
+"""A whole instance in one process: the real scheduler, ledger and plans over the wire, and a real worker, without Ray.
 
-Records every plan, so that the same steps can be executed by ranks in other processes.
+Steps are recorded, so that ranks in other processes can execute the same ones: with an oracle in the worker's place,
+plans are made for any number of ranks without any.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -22,7 +24,7 @@ from blockferry.engine.rows import RowTable
 from blockferry.engine.scheduler.central import CentralScheduler
 from blockferry.engine.scheduler.instance import Instance
 from blockferry.engine.scheduler.outputs import Route
-from blockferry.engine.wire import StepPlan, pack, plan_from_bytes
+from blockferry.engine.wire import StepPlan, StepResult, pack, plan_from_bytes
 from blockferry.engine.worker.spec import WorkerSpec
 from blockferry.engine.worker.worker import Worker
 
@@ -79,58 +81,81 @@ def nan_memory(num_bytes: int) -> np.ndarray:
     return np.full(num_bytes, 0xFF, np.uint8)
 
 
+def start_worker(path: Path, options: EngineOptions) -> Worker:
+    """A lone rank whose pool starts full of NaN."""
+    worker = Worker(options.worker_spec(path))
+    worker.load()
+    worker.init_cache(options.plan(path), nan_memory)
+    return worker
+
+
+class OracleExecutor:
+    """Says what a model would sample: the known continuation of every prompt."""
+
+    def __init__(self, sequences: Sequence[Sequence[int]]) -> None:
+        """sequences: prompts with their continuations, none a prefix of another."""
+        self._sequences = [list(sequence) for sequence in sequences]
+        self._of_row: dict[int, list[int]] = {}
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        for new_row in plan.new_rows:
+            known = new_row.token_ids.tolist()
+            self._of_row[new_row.row] = next(one for one in self._sequences if one[: len(known)] == known)
+        ends = plan.num_computed + plan.num_scheduled
+        tokens = [
+            self._of_row[row][end] for row, end in zip(plan.rows[plan.sample].tolist(), ends[plan.sample].tolist())
+        ]
+        return StepResult(step_id=plan.step_id, token_ids=np.array(tokens, np.int32))
+
+
+class Executor(Protocol):
+    def execute(self, plan: StepPlan) -> StepResult | None: ...
+
+
 class LocalEngine:
     """One mixed instance. generate() may be called again: the prefix cache stays warm."""
 
-    def __init__(self, path: Path, options: EngineOptions | None = None) -> None:
-        self.options = options or EngineOptions()
-        self.plan = self.options.plan(path)
-        self.plans: list[StepPlan] = []
-        rows = RowTable(max_rows=self.options.max_rows, max_model_len=self.options.max_model_len)
+    def __init__(self, path: Path, options: EngineOptions, executor: Executor) -> None:
+        self.options = options
+        self.plan = options.plan(path)
+        self.steps: list[tuple[StepPlan, StepResult]] = []
+        rows = RowTable(max_rows=options.max_rows, max_model_len=options.max_model_len)
         config = SchedulerConfig(
-            max_num_seqs=self.options.max_rows,
-            max_num_batched_tokens=self.options.max_num_batched_tokens,
-            num_steps_in_flight=self.options.num_steps_in_flight,
+            max_num_seqs=options.max_rows,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            num_steps_in_flight=options.num_steps_in_flight,
         )
         self.kv = KVCacheManager(
             self.plan.ledger,
             rows,
             options=LedgerOptions(
-                enable_caching=self.options.enable_caching,
+                enable_caching=options.enable_caching,
                 watermark=0.0,
-                max_in_flight_tokens=self.options.max_num_batched_tokens * self.options.num_steps_in_flight,
+                max_in_flight_tokens=options.max_num_batched_tokens * options.num_steps_in_flight,
             ),
         )
         self.instance = Instance(INSTANCE, Role.MIXED, config=config, kv=self.kv, rows=rows)
         self.central = CentralScheduler([self.instance])
-        self.worker = Worker(self.options.worker_spec(path))
-        self.worker.load()
-        self.worker.init_cache(self.plan, nan_memory)
+        self._executor = executor
         self._next_handle = 0
 
     def generate(self, prompts: Sequence[Sequence[int]], num_output: int) -> list[list[int]]:
-        """Greedy continuations of prompts that arrive together; audits the ledger after every step."""
-        handles = [self._add(prompt, num_output) for prompt in prompts]
-        outputs: dict[int, list[int]] = {handle: [] for handle in handles}
-        pending = set(handles)
-        idle = 0
-        while pending and idle < 3:
+        """Greedy continuations of prompts that arrive together; audits scheduler and ledger after every step."""
+        outputs: dict[int, list[int]] = {self._add(prompt, num_output): [] for prompt in prompts}
+        pending = set(outputs)
+        while pending:
             plan = self.central.plan(INSTANCE)
-            if plan is None:
-                idle += 1
-                continue
-            idle = 0
+            assert plan is not None, f"{len(pending)} requests are stuck"
             plan = plan_from_bytes(pack(plan))  # as it arrives over the wire
-            self.plans.append(plan)
-            result = self.worker.execute(plan)
+            result = self._executor.execute(plan)
             assert result is not None
+            self.steps.append((plan, result))
             output = self.central.commit(INSTANCE, result)
             self.central.check_integrity()
             for handle, token_id in zip(output.handles.tolist(), output.token_ids.tolist(), strict=True):
                 outputs[handle].append(token_id)
             pending -= {finished.handle for finished in output.finished}
-        assert not pending, f"{len(pending)} requests are stuck"
-        return [outputs[handle] for handle in handles]
+        return list(outputs.values())
 
     def _add(self, prompt: Sequence[int], num_output: int) -> int:
         handle, self._next_handle = self._next_handle, self._next_handle + 1

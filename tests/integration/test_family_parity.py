@@ -1,0 +1,49 @@
+"""Every family in every combination continues prompts token for token as transformers does, in float32.
+
+One rank here; ranks in processes of their own and prefill/decode pairs are in the files beside this one.
+"""
+
+from pathlib import Path
+
+import pytest
+from support.local_engine import LocalEngine, start_worker
+from support.parity_cases import NUM_OUTPUT, ParityCase, cases, expected, prompts, smallest_pool
+from support.tiny_families import FAMILIES, build
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp() / "tiny_families"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Cases are known only when the tiny checkpoints exist, which takes a few seconds."""
+    strength = 3 if metafunc.function is test_every_triple_of_choices_gives_the_same_tokens else 2
+    if "case" in metafunc.fixturenames:
+        made = cases(Path(metafunc.config.rootpath) / ".pytest_cache" / "tiny_families", strength=strength)
+        metafunc.parametrize("case", made, ids=[case.name for case in made])
+
+
+def check(case: ParityCase, folder: Path) -> None:
+    """Cold, then warm; every block is free again afterwards."""
+    path = build(FAMILIES[case.family], folder)
+    options = smallest_pool(case.options, path) if case.preempts else case.options
+    engine = LocalEngine(path, options, start_worker(path, options))
+
+    assert engine.generate(prompts(), NUM_OUTPUT) == expected(path)
+    assert engine.generate(prompts(), NUM_OUTPUT) == expected(path)
+
+    stats = engine.kv.stats()
+    assert stats.num_free_blocks == stats.num_blocks
+    assert (stats.num_hit_tokens > 0) == options.enable_caching or case.preempts
+
+
+def test_every_pair_of_choices_gives_the_same_tokens(case: ParityCase, folder: Path) -> None:
+    check(case, folder)
+
+
+@pytest.mark.full
+def test_every_triple_of_choices_gives_the_same_tokens(case: ParityCase, folder: Path) -> None:
+    check(case, folder)

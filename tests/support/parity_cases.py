@@ -1,0 +1,112 @@
+"""The combinations in which every family must give transformers' tokens, and what is asked in each.
+
+Prompts are longer than windows and chunks; the second round finds the first one's prefixes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+
+from support.covering import Row, cover
+from support.local_engine import EngineOptions
+from support.tiny_families import FAMILIES, build, make_prompt, reference_tokens
+
+from blockferry.engine.errors import ConfigError
+from blockferry.engine.kv.plan import Planner
+
+NAMES = tuple(name for name, family in FAMILIES.items() if not family.has_encoder)
+NUM_OUTPUT = 20
+PROMPT_LENGTHS = (5, 70, 33, 100)
+_SHARED_PREFIX = 40  # of the last two prompts
+FACTORS: dict[str, tuple[object, ...]] = {
+    "family": NAMES,
+    "layout": ("BHLNC", "BLHNC", "LBHNC", "LBNHC"),
+    "planner": (None, Planner.UNIFORM, Planner.SLAB),
+    "block_size": (None, 8, 32),
+    "chunk": (128, 17, 48),
+    "pressure": ("none", "preempts"),
+    "caching": (True, False),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ParityCase:
+    """One combination."""
+
+    family: str
+    options: EngineOptions
+    preempts: bool
+
+    @property
+    def name(self) -> str:
+        options = self.options
+        parts = [self.family, options.layout, options.planner or "auto", f"b{options.block_size or 0}"]
+        parts += [f"chunk{options.max_num_batched_tokens}", "tight" if self.preempts else "ample"]
+        return "-".join([*parts, "cached" if options.enable_caching else "uncached"])
+
+
+def prompts() -> list[list[int]]:
+    """Four prompts, of which two begin alike."""
+    made = [make_prompt(seed, length) for seed, length in enumerate(PROMPT_LENGTHS)]
+    made[-1][:_SHARED_PREFIX] = made[1][:_SHARED_PREFIX]
+    return made
+
+
+@functools.lru_cache(maxsize=None)
+def expected(folder: Path) -> list[list[int]]:
+    """transformers' continuation of every prompt."""
+    return [reference_tokens(folder, prompt, NUM_OUTPUT) for prompt in prompts()]
+
+
+def cases(folder: Path, *, strength: int) -> list[ParityCase]:
+    """A covering array over all families; combinations that a planner refuses by name are left out."""
+    paths = {name: build(FAMILIES[name], folder) for name in NAMES}
+    return [_case(row) for row in cover(FACTORS, strength=strength, is_possible=lambda row: _is_possible(row, paths))]
+
+
+def _case(row: Row) -> ParityCase:
+    preempts = row["pressure"] == "preempts"
+    options = EngineOptions(
+        layout=str(row["layout"]),
+        planner=row["planner"],  # type: ignore[arg-type]  # a Planner or None by FACTORS
+        block_size=row["block_size"],  # type: ignore[arg-type]  # an int or None by FACTORS
+        max_num_batched_tokens=row["chunk"],  # type: ignore[arg-type]  # an int by FACTORS
+        enable_caching=bool(row["caching"]),
+        max_model_len=128,
+    )
+    return ParityCase(family=str(row["family"]), options=options, preempts=preempts)
+
+
+def _is_possible(row: Row, paths: dict[str, Path]) -> bool:
+    return _is_plannable(paths[str(row["family"])], str(row["layout"]), row["planner"], row["block_size"])
+
+
+@functools.lru_cache(maxsize=None)
+def _is_plannable(path: Path, layout: str, planner: Planner | None, block_size: int | None) -> bool:
+    options = EngineOptions(layout=layout, planner=planner, block_size=block_size, max_model_len=128)
+    try:
+        options.plan(path)
+    except ConfigError:
+        return False
+    return True
+
+
+def smallest_pool(options: EngineOptions, path: Path) -> EngineOptions:
+    """The same with a pool that holds one sequence of max_model_len and hardly more."""
+    low, high = 0, options.memory_bytes
+    while high - low > max(64, high // 50):
+        middle = (low + high) // 2
+        if _holds_one(dataclasses.replace(options, memory_bytes=middle), path):
+            high = middle
+        else:
+            low = middle
+    return dataclasses.replace(options, memory_bytes=high + high // 8)
+
+
+def _holds_one(options: EngineOptions, path: Path) -> bool:
+    try:
+        return options.plan(path).longest == options.max_model_len
+    except ConfigError:
+        return False
