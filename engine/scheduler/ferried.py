@@ -20,7 +20,7 @@ from blockferry.connectors.base import TransferPart
 from blockferry.engine.errors import ConfigError
 from blockferry.engine.kv.block_pool import NULL_BLOCK_ID
 from blockferry.engine.kv.groups import rule_of
-from blockferry.engine.kv.reach import SpecKind
+from blockferry.engine.kv.reach import FullReach, SpecKind
 from blockferry.engine.kv.spec import AttentionSpec, KVCacheGroup, one_layer
 from blockferry.engine.request import Int32Array
 from blockferry.engine.scheduler.handoff import Handoff
@@ -143,6 +143,7 @@ def _check_alike(one: Instance, other: Instance) -> None:
 def _describe(group: KVCacheGroup) -> str:
     """What must be equal on both sides: layers, cache type and reach. Block and page sizes may differ."""
     spec = one_layer(group.spec)
-    reach = f" ({spec.reach.storage})" if isinstance(spec, AttentionSpec) else ""
+    is_local = isinstance(spec, AttentionSpec) and spec.reach.storage != FullReach()
+    reach = f" ({spec.reach})" if is_local else ""
     draft = " of a draft" if group.is_draft else ""
     return f"{spec.kind}{reach} of layers {sorted(group.layer_ids)}{draft}"
