@@ -7,6 +7,9 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.paged import RULES, drop_unreached, make_rule
 
 from blockferry.engine.attention.base import AttentionMetadata, AttentionRule
 from blockferry.engine.attention.cpu import CpuAttention
@@ -52,7 +55,8 @@ def make_pool(layout: str, *, num_blocks: int, num_kv_heads: int, block_size: in
 
 
 def run_both(query_lens, seq_lens, *, num_decode_rows, num_heads=6, num_kv_heads=2, head_dim=64, block_size=16,
-             dtype=torch.float32, layout="BHLNC"):  # fmt: skip
+             dtype=torch.float32, layout="BHLNC", rule=None):  # fmt: skip
+    rule = rule or AttentionRule(scale=head_dim**-0.5)
     generator = torch.Generator().manual_seed(1)
     metadata = make_metadata(query_lens, seq_lens, block_size=block_size, num_decode_rows=num_decode_rows)
     num_blocks = int(sum(-(-length // block_size) for length in seq_lens)) + 1
@@ -64,13 +68,12 @@ def run_both(query_lens, seq_lens, *, num_decode_rows, num_heads=6, num_kv_heads
         blocks = metadata.block_table_RM[row, positions // block_size].long()
         context = torch.randn(len(positions), num_kv_heads, 2 * head_dim, generator=generator)
         pool[blocks, :, positions % block_size] = context.to(dtype)
+    drop_unreached(pool, metadata.block_table_RM, query_lens, seq_lens, rule)
     qkv = torch.randn(sum(query_lens), num_heads + 2 * num_kv_heads, head_dim, generator=generator).to(dtype)
     q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     expected_pool = pool.clone()
-    expected = ReferenceAttention().forward(
-        q, k, v, kv_cache=expected_pool, metadata=metadata, rule=AttentionRule(scale=head_dim**-0.5)
-    )
-    actual = CpuAttention().forward(q, k, v, kv_cache=pool, metadata=metadata, rule=AttentionRule(scale=head_dim**-0.5))
+    expected = ReferenceAttention().forward(q, k, v, kv_cache=expected_pool, metadata=metadata, rule=rule)
+    actual = CpuAttention().forward(q, k, v, kv_cache=pool, metadata=metadata, rule=rule)
     assert actual.shape == expected.shape
     assert actual.dtype == dtype
     torch.testing.assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
@@ -172,3 +175,61 @@ def test_a_query_does_not_depend_on_its_chunk_or_on_threads(num_threads):
         outputs.append(torch.cat(parts))
     torch.set_num_threads(previous)
     assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("terms", RULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rules_match_the_reference_in_a_mixed_step_without_reading_null_blocks(terms, dtype):
+    query_lens = [1, 1, 1, 1, 40, 7, 1, 150]
+    seq_lens = [1, 37, 48, 130, 40, 90, 50, 200]
+    run_both(query_lens, seq_lens, num_decode_rows=4, dtype=dtype, rule=make_rule(*terms, num_heads=6))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "num_heads", "num_kv_heads"),
+    [(24, 4, 2), (64, 8, 1), (80, 5, 1), (256, 4, 2)],  # 24: torch's path, kernels take whole vectors
+)
+def test_every_head_shape_matches_the_reference_under_a_rule(head_dim, num_heads, num_kv_heads):
+    run_both(
+        [1, 1, 5], [17, 140, 60], num_decode_rows=2, head_dim=head_dim, num_heads=num_heads,
+        num_kv_heads=num_kv_heads, rule=make_rule(37, None, 3.0, True, num_heads=num_heads),
+    )  # fmt: skip
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    lens=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 120)), min_size=1, max_size=5),
+    window=st.none() | st.integers(1, 170),
+    chunk=st.none() | st.integers(1, 170),
+    block_size=st.sampled_from([1, 16, 24]),
+)
+def test_any_reach_matches_the_reference(lens, window, chunk, block_size):
+    lens = sorted(lens, key=lambda row: row[0] > 1)  # decode rows first
+    query_lens, seq_lens = [query for query, _ in lens], [query + context for query, context in lens]
+    run_both(
+        query_lens, seq_lens, num_decode_rows=query_lens.count(1), block_size=block_size, num_heads=2,
+        num_kv_heads=1, head_dim=16, rule=AttentionRule(scale=0.25, window=window, chunk=chunk),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_windowed_decode_row_does_not_depend_on_other_rows(dtype):
+    rule = make_rule(37, 100, 3.0, True, num_heads=6)
+    seq_lens = [200, 3, 120]
+    metadata = make_metadata([1] * 3, seq_lens, block_size=16, num_decode_rows=3)
+    pool = torch.randn(24, 2, 16, 128).to(dtype)
+    q, k, v = torch.randn(3, 10, 64).to(dtype).split((6, 2, 2), dim=1)
+    together = CpuAttention().forward(q, k, v, kv_cache=pool, metadata=metadata, rule=rule)
+    for row in range(3):
+        part = slice(row, row + 1)
+        alone = dataclasses.replace(
+            metadata,
+            num_rows=1,
+            num_decode_rows=1,
+            num_tokens=1,
+            seq_lens_R=metadata.seq_lens_R[part],
+            block_table_RM=metadata.block_table_RM[part],
+            slot_mapping_T=metadata.slot_mapping_T[part],
+        )
+        out = CpuAttention().forward(q[part], k[part], v[part], kv_cache=pool, metadata=alone, rule=rule)
+        assert torch.equal(out[0], together[row])
