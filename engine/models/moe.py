@@ -188,7 +188,7 @@ def read_routed_experts(
     )
 
 
-def experts_per_token(config: ModelConfig, num_experts: int, *, default: int) -> int:
+def experts_per_token(config: ModelConfig, num_experts: int, *, default: int | None = None) -> int:
     """num_experts_per_tok. Raises ConfigError, and ValueError where a layer has fewer experts."""
     num_chosen = config.integer("num_experts_per_tok", default=default)
     if num_chosen > num_experts:

@@ -38,7 +38,13 @@ from blockferry.engine.models.delta_net import (
     separate_projections,
 )
 from blockferry.engine.models.layers import Linear, rope_table
-from blockferry.engine.models.moe import GatedSharedExpert, SparseMlp, SparseParts, read_routed_experts
+from blockferry.engine.models.moe import (
+    GatedSharedExpert,
+    SparseMlp,
+    SparseParts,
+    experts_per_token,
+    read_routed_experts,
+)
 from blockferry.engine.models.moe_weights import ExpertNames, ExpertShapes
 from blockferry.engine.models.qwen3_moe import is_sparse
 from blockferry.engine.models.routing import softmax_top_k, softmax_top_k_normalised
@@ -117,7 +123,7 @@ def _feed_forward(build: Build, layer: int, prefix: str) -> FeedForward:
     shared = GatedMlp(build, f"{prefix}shared_expert.", config.integer("shared_expert_intermediate_size"))
     parts = SparseParts(
         router=build.weights.linear(f"{prefix}gate", (shapes.num_experts, hidden_size)),
-        route=functools.partial(route, num_chosen=config.integer("num_experts_per_tok")),
+        route=functools.partial(route, num_chosen=experts_per_token(config, shapes.num_experts)),
         experts=read_routed_experts(build, ExpertNames(prefix=f"{prefix}experts"), shapes),
         shared=GatedSharedExpert(shared, build.weights.linear(f"{prefix}shared_expert_gate", (1, hidden_size))),
     )
