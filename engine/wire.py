@@ -13,7 +13,8 @@ another WIRE_VERSION is refused. Knows nothing of sockets.
                         step is computed yet
       6. rows           compute num_scheduled tokens of each row from num_computed on; where `sample`
                         is set, the last position's logits yield the row's next token, which the worker
-                        appends to its own copy of the row
+                        appends to its own copy of the row. A step without rows only clears and copies:
+                        bytes from elsewhere wait for it
 """
 
 from __future__ import annotations

@@ -143,7 +143,8 @@ def _check_alike(one: Instance, other: Instance) -> None:
 def _describe(group: KVCacheGroup) -> str:
     """What must be equal on both sides: layers, cache type and reach. Block and page sizes may differ."""
     spec = one_layer(group.spec)
-    is_local = isinstance(spec, AttentionSpec) and spec.reach.storage != FullReach()
-    reach = f" ({spec.reach})" if is_local else ""
+    reach = ""
+    if isinstance(spec, AttentionSpec) and spec.reach.storage != FullReach():
+        reach = f" ({spec.reach})"
     draft = " of a draft" if group.is_draft else ""
     return f"{spec.kind}{reach} of layers {sorted(group.layer_ids)}{draft}"

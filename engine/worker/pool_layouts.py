@@ -35,7 +35,7 @@ def pool_layouts(
     share.
     """
     rank = _Rank(order=order, dtype=dtype, kv_heads=kv_heads, tp_rank=tp_rank, tp_size=tp_size)
-    layouts = []
+    layouts: list[PoolLayout] = []
     for region in plan.regions:
         num_blocks = 1 + plan.slab.num_pages(region.group) if plan.slab else plan.num_blocks
         layouts += rank.layouts(region, num_blocks)

@@ -5,11 +5,13 @@ import sys
 import time
 
 import pytest
-from support.pd_pools import command, make_layout, shard
+from support.pd_pools import command, command_of, make_layout, part, shard
 from support.pd_process import InstanceProcess
+from support.plan_pools import PoolKey, layouts_of, owned_blocks, plan_of
 from support.shared_memory import no_segments_left
 
 from blockferry.connectors.base import TransferMode, TransferState
+from blockferry.engine.kv.plan import Planner
 
 pytestmark = pytest.mark.ucx
 
@@ -61,6 +63,28 @@ def test_two_tensor_parallel_ranks_fill_one_pool_of_another_layout(open_process,
     prefill.ask("start", command([3, 1, 7, 20], [5, 9], 60))
     assert [event.state for event in prefill.ask("events")] == [TransferState.DONE] * 2
     assert decode.ask("count_wrong", ([5, 9], 60)) == 0
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_blocks_of_several_groups_arrive_in_a_pool_of_another_shape(open_process, path):
+    keys = [
+        PoolKey(mix="three reaches", planner=Planner.SLAB),
+        PoolKey(mix="three reaches", planner=Planner.SLAB, order="BHLNC", block_size=8),
+    ]
+    prefill, decode = (open_process(name, [layouts_of(key)], path) for name, key in zip(("p0", "d0"), keys))
+    prefill.ask("connect", decode.endpoints)
+    owned = [[owned_blocks(plan_of(key), group) for group in range(3)] for key in keys]
+    parts = [
+        part(owned[0][group][:6], owned[1][group][:3], num_tokens, group=group)
+        for group, num_tokens in enumerate([24, 8, 13])
+    ]
+    for one in parts:
+        prefill.ask("fill_group", (one.group, one.src_block_ids.tolist(), one.num_tokens))
+    prefill.ask("start", command_of(*parts))
+    (event,) = prefill.ask("events")
+    assert event.state is TransferState.DONE, event.reason
+    for one in parts:
+        assert decode.ask("count_wrong_in", (one.group, one.dst_block_ids.tolist(), one.num_tokens)) == 0
 
 
 @pytest.mark.parametrize("path", PATHS)

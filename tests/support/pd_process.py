@@ -29,6 +29,10 @@ def _serve(pipe, instance_id, layouts, transports):
         "events": lambda _: instance.wait(),
         "fill": lambda args: [fill(pool, layout, *args) for pool, layout in zip(instance.pools, layouts)] and None,
         "count_wrong": lambda args: sum(count_wrong(p, layout, *args) for p, layout in zip(instance.pools, layouts)),
+        "fill_group": lambda args: [fill(pool, one, *args[1:]) for pool, one in _of_group(instance, args[0])] and None,
+        "count_wrong_in": lambda args: sum(
+            count_wrong(pool, one, *args[1:]) for pool, one in _of_group(instance, args[0])
+        ),
         "spin": _spin,
         "is_direct": lambda peer: [link.peer().is_direct for link in instance.workers[0]._links[peer]],
     }
@@ -38,6 +42,13 @@ def _serve(pipe, instance_id, layouts, transports):
             verb, argument = message
             pipe.send(verbs[verb](argument))
     instance.close()
+
+
+def _of_group(instance, group):
+    """(pool, layout) of every rank's part of a cache group."""
+    return [
+        (pool, one) for pool, groups in zip(instance.pools, instance.layouts) for one in groups if one.group == group
+    ]
 
 
 def _spin(rounds):

@@ -3,7 +3,7 @@ import dataclasses
 import msgpack
 import pytest
 
-from blockferry.connectors.base import HandshakeRefused, PoolEndpoint, PoolLayout
+from blockferry.connectors.base import ContentKind, HandshakeRefused, PoolEndpoint, PoolLayout, Strides
 from blockferry.connectors.handshake import (
     check_compatible,
     check_coverage,
@@ -24,7 +24,8 @@ def make_endpoint(instance_id="p0", **changes):
         "content_bytes": 256,
         "dtype": "bfloat16",
     }
-    layout |= {key: changes.pop(key) for key in list(changes) if key in layout}
+    fields = {field.name for field in dataclasses.fields(PoolLayout)}
+    layout |= {key: changes.pop(key) for key in list(changes) if key in fields}
     values = {
         "instance_id": instance_id,
         "tp_rank": 0,
@@ -42,6 +43,18 @@ def make_endpoint(instance_id="p0", **changes):
 def test_endpoint_survives_the_wire():
     endpoint = make_endpoint()
     assert decode_endpoint(encode_endpoint(endpoint)) == endpoint
+
+
+def test_layouts_of_several_groups_survive_the_wire():
+    (layout,) = make_endpoint().layouts
+    state = dataclasses.replace(
+        layout, group=1, layer_ids=(7,), content=ContentKind.STATE, tp_size=2, strides=Strides(4, 3, 2, 1)
+    )
+    endpoint = make_endpoint(layouts=(layout, state))
+    again = decode_endpoint(encode_endpoint(endpoint))
+    assert again == endpoint
+    assert again.layouts[1].content is ContentKind.STATE
+    assert again.layouts[1].strides.token == 1
 
 
 def test_another_version_is_refused():
@@ -66,6 +79,8 @@ def test_bytes_that_are_no_handshake_are_refused(data):
         {"dtype": "float32"},
         {"content_bytes": 128},
         {"order": "BHL"},
+        {"group": 1},
+        {"content": ContentKind.LATENT},
     ],
 )
 def test_a_difference_in_meaning_is_refused_by_name(change):
@@ -78,6 +93,29 @@ def test_block_size_order_and_parallelism_may_differ():
         make_endpoint("p0"),
         make_endpoint("d0", block_size=32, order="LBNHC", num_heads=1, head_start=1, layer_ids=(1,)),
     )
+
+
+def test_states_of_other_tensor_parallelism_are_refused_with_the_remedy():
+    one, other = (
+        make_endpoint(name, content=ContentKind.STATE, tp_size=tp_size) for name, tp_size in (("p0", 1), ("d0", 2))
+    )
+    with pytest.raises(HandshakeRefused, match=r"tp_size=2 .* differs from 1 .*; recurrent states are sharded by"):
+        check_compatible(one, other)
+
+
+def test_latents_of_other_tensor_parallelism_are_the_same():
+    check_compatible(
+        *(make_endpoint(name, content=ContentKind.LATENT, tp_size=size) for name, size in (("p0", 1), ("d0", 2)))
+    )
+
+
+def test_layers_that_only_one_side_stores_need_not_agree():
+    check_compatible(make_endpoint("p0"), make_endpoint("d0", layer_ids=(2, 3), group=1, content_bytes=128))
+
+
+def test_a_layer_in_another_group_is_not_covered():
+    with pytest.raises(HandshakeRefused, match=r"layer_ids \[0, 1\]"):
+        check_coverage(make_endpoint("p0"), [make_endpoint("d0", group=1)])
 
 
 def test_an_instance_is_no_peer_of_itself():
