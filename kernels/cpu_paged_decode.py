@@ -212,7 +212,7 @@ def compile_paged_decode(element: Element, head_dim: int, group_size: int) -> An
                     page = base + load_i32(table, column) * stride_block
 
     @jit
-    def first_read(limits: Any, seq_len: int) -> int:
+    def first_read(limits: Any, seq_len: int) -> Any:
         """The first token in reach of a row's last."""
         window, stretch = limits
         return max(0, seq_len - window, (seq_len - 1) // stretch * stretch)

@@ -72,7 +72,7 @@ class PagedPrefill:
 
     def accepts(self, q_QHD: torch.Tensor, kv_cache: torch.Tensor, rule: AttentionTerms) -> bool:
         """Whether the kernels can do it."""
-        if not (rule.window is rule.chunk is rule.soft_cap is rule.sinks_H is None):
+        if any(term is not None for term in (rule.window, rule.chunk, rule.soft_cap, rule.sinks_H)):
             return False
         is_bfloat16 = q_QHD.dtype == kv_cache.dtype == torch.bfloat16
         return is_bfloat16 and q_QHD.shape[2] % TILE_INPUTS == 0 and has_dense_heads(q_QHD) and amx.has_amx()

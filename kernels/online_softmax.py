@@ -88,10 +88,9 @@ def attend_tile(
     table_ptr: tl.tensor,  # int32, this row's block ids
     head_ptr: tl.tensor,  # this kv head of block 0
     start: tl.tensor,  # first key position of the tile
-    low: tl.tensor,  # no key before it is read
+    low: tl.tensor,  # no key before it is read; used with WINDOW or CHUNK only
     end: tl.tensor,  # no key at or past it is read
-    first_pos: tl.tensor,  # int32 [M], first key position each query may see
-    last_pos: tl.tensor,  # int32 [M], last key position each query may see
+    last_pos: tl.tensor,  # int32 [M], last key position each query may see, before end
     factor: tl.tensor,  # TileTerms.factor
     stride_cb: tl.tensor,
     stride_cn: tl.tensor,
@@ -101,7 +100,8 @@ def attend_tile(
     TILE_D: tl.constexpr,
     SOFT_CAP: tl.constexpr,  # TileTerms.soft_cap
     IS_MASKED: tl.constexpr,  # False: every key of the tile is read and seen by every query
-    IS_LOCAL: tl.constexpr,  # False: low and first_pos are all 0
+    WINDOW: tl.constexpr,  # with CHUNK, 0 where no key read is before any query's reach; see first_key
+    CHUNK: tl.constexpr,
 ) -> tl.tuple:
     """Returns (acc, row_max, row_sum) with the tile's keys included."""
     positions = start + tl.arange(0, TILE_S)
@@ -109,7 +109,7 @@ def attend_tile(
     mask = dims < D
     if IS_MASKED:
         is_read = positions < end
-        if IS_LOCAL:
+        if WINDOW + CHUNK > 0:
             is_read = is_read & (positions >= low)
         mask = mask & is_read[:, None]
         blocks = tl.load(table_ptr + positions // N, mask=is_read, other=0)
@@ -122,9 +122,9 @@ def attend_tile(
     if SOFT_CAP > 0:  # tanh x = 1 - 2 / (1 + exp 2x)
         scores = SOFT_CAP - 2 * SOFT_CAP / (1 + tl.exp2(scores))
     if IS_MASKED:
-        is_seen = (positions[None, :] <= last_pos[:, None]) & is_read[None, :]
-        if IS_LOCAL:
-            is_seen = is_seen & (positions[None, :] >= first_pos[:, None])
+        is_seen = positions[None, :] <= last_pos[:, None]
+        if WINDOW + CHUNK > 0:  # not kept from tile to tile, registers are short
+            is_seen = is_seen & (positions[None, :] >= first_key(last_pos, WINDOW, CHUNK)[:, None])
         scores = tl.where(is_seen, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     weights = tl.exp2(scores - new_max[:, None])

@@ -233,7 +233,7 @@ def paged_decode_kernel(
     q = tl.load(q_ptr + row * stride_qr + heads[:, None] * stride_qh + dims[None, :], mask=mask, other=0.0)
     head_ptr = cache_ptr + kv_head.to(tl.int64) * stride_ck
     row_table_ptr = table_ptr + row * stride_table
-    last_pos = tl.zeros([TILE_G], tl.int32) + (seq_len - 1)
+    last_pos = tl.zeros([TILE_G], tl.int32) + (end - 1)
     acc = tl.zeros([TILE_G, TILE_D], tl.float32)
     row_max = tl.full([TILE_G], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE_G], tl.float32)
@@ -242,8 +242,8 @@ def paged_decode_kernel(
         row_sum = tl.where(split == 0, 1.0, row_sum)
     for start in range(begin, end, TILE_S):
         acc, row_max, row_sum = attend_tile(
-            q, acc, row_max, row_sum, row_table_ptr, head_ptr, start, begin, end, last_pos, last_pos, factor,
-            stride_cb, stride_cn, N, D, TILE_S, TILE_D, SOFT_CAP, True, False,
+            q, acc, row_max, row_sum, row_table_ptr, head_ptr, start, begin, end, last_pos, factor, stride_cb,
+            stride_cn, N, D, TILE_S, TILE_D, SOFT_CAP, True, 0, 0,
         )  # fmt: skip
     total = tl.where(row_sum > 0, row_sum, 1.0)  # a row of length 0 yields zeros
     out = acc / total[:, None]

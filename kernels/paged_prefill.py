@@ -31,6 +31,7 @@ from blockferry.kernels.launch import (
 )
 from blockferry.kernels.online_softmax import (
     TileConfig,
+    TileTerms,
     attend_tile,
     first_key,
     load_sinks,
@@ -71,8 +72,8 @@ def paged_prefill(
         check_tensor("sinks", rule.sinks_H, shape=(num_heads,), dtypes=(torch.float32,))
     if not num_rows or not num_tokens:
         return out_THD
-    config = prefill_config(head_dim, q_THD.dtype, target_of(q_THD.device))
     terms = tile_terms(rule)
+    config = prefill_config(head_dim, q_THD.dtype, target_of(q_THD.device), terms)
     tile_g = min(group, config.tile_m)
     tile_q = config.tile_m // tile_g
     paged_prefill_kernel[(num_tokens // tile_q + num_rows, num_kv_heads * triton.cdiv(group, tile_g))](
@@ -111,7 +112,7 @@ def paged_prefill(
     return out_THD
 
 
-def prefill_config(head_dim: int, dtype: torch.dtype, target: Target) -> TileConfig:
+def prefill_config(head_dim: int, dtype: torch.dtype, target: Target, terms: TileTerms) -> TileConfig:
     """Tile sizes by reason, not by tuning: accumulator in registers without spills, key tiles in shared memory."""
     tile_d = tile_of(head_dim)
     if dtype is torch.float32:  # products run on the scalar units, out of registers
@@ -121,7 +122,9 @@ def prefill_config(head_dim: int, dtype: torch.dtype, target: Target) -> TileCon
             tile_m=128 if tile_d <= 128 else 64, tile_s=32, num_warps=4, num_stages=2 if tile_d <= 128 else 1
         )
     tile_m = 128 if tile_d <= 128 or target is Target.HOPPER else 64
-    tile_s = 64 if tile_d <= 128 else 32
+    # Masks at both ends of the reach take the registers that 64 keys of D = 128 would.
+    has_registers = tile_d <= 64 or target is Target.HOPPER or not terms.window + terms.chunk
+    tile_s = 64 if tile_d <= 128 and has_registers else 32
     row_bytes = tile_d * dtype.itemsize
     fits_two_ahead = (tile_m + 3 * 2 * tile_s) * row_bytes <= target.shared_bytes
     return TileConfig(tile_m=tile_m, tile_s=tile_s, num_warps=8, num_stages=stages_for(2 if fits_two_ahead else 1))
@@ -203,7 +206,6 @@ def paged_prefill_kernel(
     head_ptr = cache_ptr + kv_head.to(tl.int64) * stride_ck
     row_table_ptr = table_ptr + tl.cast(row, tl.int64) * stride_table
     last_pos = context + queries
-    first_pos = first_key(last_pos, WINDOW, CHUNK)
     acc = tl.zeros([TILE_M, TILE_D], tl.float32)
     # Finite, because a query may see nothing of the first tiles.
     row_max = tl.full([TILE_M], -1e30, tl.float32)
@@ -220,18 +222,18 @@ def paged_prefill_kernel(
         begin = tl.cdiv(first_key(end - 1, WINDOW, CHUNK), TILE_S) * TILE_S
         for start in range(low // TILE_S * TILE_S, tl.minimum(begin, end), TILE_S):
             acc, row_max, row_sum = attend_tile(
-                q, acc, row_max, row_sum, row_table_ptr, head_ptr, start, low, end, first_pos, last_pos, factor,
-                stride_cb, stride_cn, N, D, TILE_S, TILE_D, SOFT_CAP, True, True,
+                q, acc, row_max, row_sum, row_table_ptr, head_ptr, start, low, end, last_pos, factor, stride_cb,
+                stride_cn, N, D, TILE_S, TILE_D, SOFT_CAP, True, WINDOW, CHUNK,
             )  # fmt: skip
     for start in range(begin, seen_by_all, TILE_S):
         acc, row_max, row_sum = attend_tile(
-            q, acc, row_max, row_sum, row_table_ptr, head_ptr, start, low, end, first_pos, last_pos, factor,
-            stride_cb, stride_cn, N, D, TILE_S, TILE_D, SOFT_CAP, False, False,
+            q, acc, row_max, row_sum, row_table_ptr, head_ptr, start, low, end, last_pos, factor, stride_cb,
+            stride_cn, N, D, TILE_S, TILE_D, SOFT_CAP, False, 0, 0,
         )  # fmt: skip
     for start in range(tl.maximum(begin, seen_by_all), end, TILE_S):
         acc, row_max, row_sum = attend_tile(
-            q, acc, row_max, row_sum, row_table_ptr, head_ptr, start, low, end, first_pos, last_pos, factor,
-            stride_cb, stride_cn, N, D, TILE_S, TILE_D, SOFT_CAP, True, False,
+            q, acc, row_max, row_sum, row_table_ptr, head_ptr, start, low, end, last_pos, factor, stride_cb,
+            stride_cn, N, D, TILE_S, TILE_D, SOFT_CAP, True, 0, 0,
         )  # fmt: skip
     total = tl.where(row_sum > 0, row_sum, 1.0)  # of queries that are not real
     out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
