@@ -34,8 +34,15 @@ SUPPORTED_ARCHITECTURES = (
 )
 _ROPE_KINDS = ("default", "linear", "dynamic", "llama3")
 # what transformers assumes where config.json is silent
-_MAX_POSITIONS = {"LlamaForCausalLM": 2048, "MistralForCausalLM": 131072}
+_MAX_POSITIONS = {
+    "LlamaForCausalLM": 2048,
+    "MistralForCausalLM": 131072,
+    "JambaForCausalLM": 262144,
+    "BambaForCausalLM": 262144,
+    "FalconH1ForCausalLM": 8192,
+}
 _KV_HEADS = {"MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}
+_NORM_EPS = {"BambaForCausalLM": 1e-5, "FalconH1ForCausalLM": 1e-5}
 _EPS_NAMES = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps")
 
 
@@ -115,12 +122,13 @@ def read_header(path: Path) -> ModelHeader:
 def _header(architecture: str, values: Mapping[str, Any]) -> ModelHeader:
     text = values.get("text_config")
     own: Mapping[str, Any] = {**values, **text} if isinstance(text, Mapping) else values
+    default_eps = _NORM_EPS.get(architecture, 1e-6)
     return ModelHeader(
         architecture=architecture,
         vocab_size=int(own["vocab_size"]),
         hidden_size=int(own["hidden_size"]),
         num_layers=int(own["num_hidden_layers"]),
-        norm_eps=float(next((own[name] for name in _EPS_NAMES if own.get(name) is not None), 1e-6)),
+        norm_eps=float(next((own[name] for name in _EPS_NAMES if own.get(name) is not None), default_eps)),
         max_positions=int(own.get("max_position_embeddings") or _MAX_POSITIONS.get(architecture, 32768)),
         has_tied_embeddings=bool(own.get("tie_word_embeddings", architecture.startswith("Gemma"))),
         eos_token_ids=_token_ids(own.get("eos_token_id")),

@@ -1,6 +1,7 @@
 """Mamba mixers, and the families built of them, compute what transformers computes, on any number of ranks."""
 
 import dataclasses
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -81,6 +82,17 @@ def test_logits_of_a_variant_equal_transformers(family, name, tmp_path):
 
 def test_four_ranks_share_two_groups(tmp_path):
     assert_logits_are_those_of_transformers(variant("bamba", tmp_path, {"mamba_n_groups": 2}), tp_size=4)
+
+
+@pytest.mark.parametrize("name", ["bamba", "falcon_h1"])
+def test_an_old_config_means_what_transformers_takes_it_for(name, tmp_path):
+    folder = variant(name, tmp_path, {})
+    values = json.loads((folder / "config.json").read_text())
+    silent = {"rope_parameters", "rms_norm_eps", "time_step_limit"}
+    (folder / "config.json").write_text(
+        json.dumps({key: value for key, value in values.items() if key not in silent} | {"rope_theta": 5000.0})
+    )
+    assert_logits_are_those_of_transformers(folder, tp_size=1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +193,7 @@ def test_bfloat16_is_near_float32(case, tmp_path_factory):
     made = dataclasses.replace(made, weights=WeightReader(Checkpoint(folder), placement, adds_row_bias=True))
     pools = case.pools(made, num_blocks=1, dtype=torch.bfloat16)
 
-    with torch.inference_mode():
+    with torch.inference_mode(), one_thread():
         step = step_of(case, pools, make_step([40], fresh=(0,)))
         out_TE = case.mixer(made)(scaled(case, x_TE).bfloat16(), step)
 
