@@ -15,6 +15,10 @@ from typing import Protocol
 
 import torch
 
+from blockferry.kernels.fp8 import CacheScales
+
+NO_LIMIT = (1 << 31) - 1  # tokens, more than any sequence has: what kernels are told for no window and no chunk
+
 
 class AttentionTerms(Protocol):
     """How one layer attends; the engine's AttentionRule says what each term does."""
@@ -38,6 +42,10 @@ class AttentionTerms(Protocol):
     @property
     def sinks_H(self) -> torch.Tensor | None:  # noqa: N802  # a tensor, so it carries its shape
         """float32 logits, one a head, that take weight and give nothing."""
+
+    @property
+    def scales(self) -> CacheScales | None:
+        """Of keys and values that are stored in fp8."""
 
 
 def first_in_reach(terms: AttentionTerms, position: int) -> int:

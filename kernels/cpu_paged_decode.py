@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from blockferry.kernels.attention_terms import AttentionTerms, attend_dense, first_keys, seen_keys
+from blockferry.kernels.attention_terms import NO_LIMIT, AttentionTerms, attend_dense, first_keys, seen_keys
 from blockferry.kernels.cpu_attention_tiles import make_score_tile, make_weigh_values
 from blockferry.kernels.cpu_emit import FLOAT_BYTES, LANES, Element
 from blockferry.kernels.cpu_launch import CompiledKernel, Launcher, compile_kernel
@@ -53,7 +53,6 @@ from blockferry.kernels.cpu_vector import (
 )
 
 CHUNK = 64  # tokens between two looks at the maximum; a multiple of 16
-_NO_LIMIT = (1 << 31) - 1  # of tokens in reach: more than any sequence has
 _pack_floats, _unpack_word = struct.Struct("=ff").pack, struct.Struct("=q").unpack
 
 
@@ -153,7 +152,7 @@ class PagedDecode:
             seq_lens_R.data_ptr(),
             slot_mapping_R.data_ptr(),
             *_unpack_word(_pack_floats(rule.scale, rule.soft_cap or 0.0)),
-            (rule.window or _NO_LIMIT) | (rule.chunk or _NO_LIMIT) << 32,
+            (rule.window or NO_LIMIT) | (rule.chunk or NO_LIMIT) << 32,
             0 if rule.sinks_H is None else rule.sinks_H.data_ptr(),
         )
 

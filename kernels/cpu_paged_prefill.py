@@ -3,13 +3,14 @@
 Scores are computed transposed, keys by queries, so that every query is one lane: its maximum and its sum need no
 exchange between lanes, and the exponentials of two keys side by side are already what the second product reads.
 
-    stage    pages -> keys [K, S', D], values transposed [K, D, S''];  S' is S in whole tiles, S'' a little more
+    stage    pages -> keys and transposed values in reach of the chunk     cpu_prefill_stage
     attend   for 32 queries of one head, for blocks of 128 keys:
              scores^T [keys, queries] = keys * queries^T                  AMX
              weights^T = exp(scores^T - running maximum)                  float32, rounded to bfloat16
              total^T [D, queries] = total^T * factor + values^T * weights^T    AMX, kept in float32
 
-Blocks begin at multiples of 128 keys, so a query's output does not depend on the chunk that it comes in. Online
+Blocks begin at multiples of 128 keys, so a query's output does not depend on the chunk that it comes in. Those wholly
+out of the queries' reach are skipped. A sink is where the running maximum and sum begin. Online
 softmax after Milakov and Gimelshein (2018) and FlashAttention (Dao et al., 2022).
 
 Legend: Q queries, S tokens of the row, H query heads, K kv heads, D head dim, B blocks, N block size, M blocks of a
@@ -29,14 +30,15 @@ from numba.core import cgutils
 
 from blockferry.kernels import cpu_amx as amx
 from blockferry.kernels import cpu_emit as emit
-from blockferry.kernels.attention_terms import AttentionTerms
+from blockferry.kernels.attention_terms import NO_LIMIT, AttentionTerms, first_in_reach
 from blockferry.kernels.cpu_amx import TILE_INPUTS, TILE_ROWS
-from blockferry.kernels.cpu_emit import I32, I32_LANES, LANES, Element, word
+from blockferry.kernels.cpu_emit import I32, LANES, Element, word
 from blockferry.kernels.cpu_launch import CompiledKernel, Launcher, compile_kernel, float_bits
 from blockferry.kernels.cpu_layout import has_dense_heads
+from blockferry.kernels.cpu_prefill_stage import KEY_TILE, VALUE_PADDING, compile_stage
+from blockferry.kernels.cpu_soft_cap import choose_below, tanh
 from blockferry.kernels.cpu_vector import (
     add,
-    copy_bytes,
     divide,
     exp2_for_bfloat16,
     f32x16,
@@ -54,12 +56,12 @@ from blockferry.kernels.cpu_vector import (
     splat,
     store_f32,
     store_i32,
+    store_scalar,
     subtract,
 )
 
-QUERY_TILE, KEY_TILE, KEY_BLOCK = 32, 32, 128
+QUERY_TILE, KEY_BLOCK = 32, 128
 _TILE_BYTES = 1024
-_VALUE_PADDING = 32  # keys more than S' in a row of values: rows then begin in different cache sets
 
 
 class PagedPrefill:
@@ -70,10 +72,8 @@ class PagedPrefill:
         self._kernels: dict[int, tuple[CompiledKernel, CompiledKernel]] = {}
         self._configuration = amx.make_configuration(dict.fromkeys(range(8), TILE_ROWS))
 
-    def accepts(self, q_QHD: torch.Tensor, kv_cache: torch.Tensor, rule: AttentionTerms) -> bool:
+    def accepts(self, q_QHD: torch.Tensor, kv_cache: torch.Tensor) -> bool:
         """Whether the kernels can do it."""
-        if any(term is not None for term in (rule.window, rule.chunk, rule.soft_cap, rule.sinks_H)):
-            return False
         is_bfloat16 = q_QHD.dtype == kv_cache.dtype == torch.bfloat16
         return is_bfloat16 and q_QHD.shape[2] % TILE_INPUTS == 0 and has_dense_heads(q_QHD) and amx.has_amx()
 
@@ -94,17 +94,19 @@ class PagedPrefill:
         block_table_M: torch.Tensor,  # int32, contiguous
         *,
         seq_len: int,
-        scale: float,
+        rule: AttentionTerms,
         out_QHD: torch.Tensor,  # contiguous, written
     ) -> None:
-        """Attend the row's last Q tokens over its seq_len tokens. Call only what `accepts` takes."""
+        """Attend the row's last Q tokens over those in reach. Call only what `accepts` takes."""
         num_queries, num_heads, head_dim = q_QHD.shape
         _, num_kv_heads, block_size, _ = kv_cache.shape
         stage, attend = self.prepare(head_dim)
-        num_key_tiles = -(-seq_len // KEY_TILE)
+        low = first_in_reach(rule, seq_len - num_queries)
+        base = low // KEY_BLOCK * KEY_BLOCK  # of what is staged
+        num_key_tiles = -(-(seq_len - base) // KEY_TILE)
         num_keys = num_key_tiles * KEY_TILE
         keys = torch.empty(num_kv_heads * num_keys * head_dim, dtype=torch.bfloat16)
-        values = torch.empty(num_kv_heads * head_dim * (num_keys + _VALUE_PADDING), dtype=torch.bfloat16)
+        values = torch.empty(num_kv_heads * head_dim * (num_keys + VALUE_PADDING), dtype=torch.bfloat16)
         num_threads = torch.get_num_threads()
         stride_block, stride_head, stride_token, _ = (2 * stride for stride in kv_cache.stride())
         staging = (
@@ -118,8 +120,13 @@ class PagedPrefill:
             stride_block,
             stride_head,
             stride_token,
+            base,
+            low,
         )
         self._launcher.run(stage, num_threads, num_kv_heads * num_key_tiles, staging)
+        # scores come as q k, or with a cap as tanh of it; `unit` makes logits of them
+        inner, unit = (0.0, rule.scale) if rule.soft_cap is None else (rule.scale / rule.soft_cap, rule.soft_cap)
+        sinks_H = None if rule.sinks_H is None else rule.sinks_H.float() / unit
         attending = (
             q_QHD.data_ptr(),
             keys.data_ptr(),
@@ -127,61 +134,20 @@ class PagedPrefill:
             out_QHD.data_ptr(),
             self._configuration.ctypes.data,
             num_queries,
-            seq_len,
+            seq_len - base,
             num_keys,
             num_heads,
             num_heads // num_kv_heads,
             2 * q_QHD.stride(0),
             2 * out_QHD.stride(0),
-            float_bits(scale * math.log2(math.e)),
+            float_bits(unit * math.log2(math.e)),
+            float_bits(inner),
+            rule.window or NO_LIMIT,
+            rule.chunk or NO_LIMIT,
+            base,
+            0 if sinks_H is None else sinks_H.data_ptr(),
         )
         self._launcher.run(attend, num_threads, num_heads * -(-num_queries // QUERY_TILE), attending)
-
-
-def compile_stage(head_dim: int) -> Any:
-    """Keys and transposed values of the row, zeros beyond its end; an item is 32 tokens of one KV head."""
-    head_bytes, pair_words = head_dim * 2, KEY_TILE // 2
-
-    @jit
-    def find(index: int, cache: int, table: int, arguments: int) -> Any:
-        """Address of a token's key."""
-        block_size = load_i64(arguments, 8)
-        column = index // block_size
-        page = cache + load_i32(table, column) * load_i64(arguments, 9)
-        return page + (index - column * block_size) * load_i64(arguments, 11)
-
-    def stage_tile(arguments: int, index: int) -> None:
-        keys, values, table = load_i64(arguments, 3), load_i64(arguments, 4), load_i64(arguments, 5)
-        num_tiles, seq_len = load_i64(arguments, 6), load_i64(arguments, 7)
-        kv_head = index // num_tiles
-        first = (index - kv_head * num_tiles) * KEY_TILE
-        num_keys = num_tiles * KEY_TILE
-        cache = load_i64(arguments, 2) + kv_head * load_i64(arguments, 10)
-        value_stride = (num_keys + _VALUE_PADDING) * 2
-        target = keys + (kv_head * num_keys + first) * head_bytes
-        column = values + kv_head * head_dim * value_stride + first * 2
-        zeros = scratch(head_dim)
-        for position in range(0, head_dim, LANES):
-            store_f32(zeros, position, splat(np.float32(0.0)))
-        for pair in range(pair_words):
-            token = first + 2 * pair
-            even, odd = zeros, zeros
-            if token < seq_len:
-                even = find(token, cache, table, arguments)
-            if token + 1 < seq_len:
-                odd = find(token + 1, cache, table, arguments)
-            copy_bytes(target, even, head_bytes)
-            copy_bytes(target + head_bytes, odd, head_bytes)
-            target += 2 * head_bytes
-            if even != zeros:
-                even += head_bytes
-            if odd != zeros:
-                odd += head_bytes
-            for dim in range(0, head_dim, LANES):
-                _store_column(even + dim * 2, odd + dim * 2, column + dim * value_stride, value_stride)
-            column += 4
-
-    return compile_kernel(stage_tile)
 
 
 def compile_attend(head_dim: int) -> Any:
@@ -189,7 +155,34 @@ def compile_attend(head_dim: int) -> Any:
     score_block, weigh_block = _make_score_block(head_dim), _make_weigh_block(head_dim)
     query_floats, score_floats, weight_floats = head_dim * LANES, KEY_BLOCK * QUERY_TILE, KEY_BLOCK * LANES
     total_floats, head_words, half_bytes = head_dim * QUERY_TILE, head_dim // 2, head_dim * LANES * 4
-    no_score, tile_bytes, running_floats = np.float32(-np.inf), _TILE_BYTES, 4 * LANES
+    first_floats = QUERY_TILE
+    tile_bytes, running_floats = _TILE_BYTES, 4 * LANES
+    no_maximum = np.float32(-1e30)  # finite: a query may see nothing of the first blocks
+
+    @jit
+    def first_seen(position: int, window: int, stretch: int) -> Any:
+        """The first key that a query reads."""
+        return max(0, position - window + 1, position // stretch * stretch)
+
+    @jit
+    def cap(scores: int, num_keys: int, inner: Any) -> None:
+        """Scores of 16 queries to tanh(inner * score)."""
+        for tile in range(0, num_keys, TILE_ROWS):
+            place = scores + tile // TILE_ROWS * 2 * tile_bytes
+            for key in range(TILE_ROWS):
+                store_f32(place, key * LANES, tanh(multiply(load_f32(place, key * LANES), splat(inner))))
+
+    @jit
+    def hide_past(scores: int, num_keys: int, start: int, firsts: int) -> None:
+        """Of each of 16 queries, hide the keys before its first; `start` is the position of the first score."""
+        for tile in range(0, num_keys, TILE_ROWS):
+            if start + tile < load_scalar(firsts, LANES - 1):
+                place = scores + tile // TILE_ROWS * 2 * tile_bytes
+                for key in range(TILE_ROWS):
+                    position = splat(np.float32(start + tile + key))
+                    score = load_f32(place, key * LANES)
+                    hidden = choose_below(position, load_f32(firsts, 0), splat(np.float32(-np.inf)), score)
+                    store_f32(place, key * LANES, hidden)
 
     @jit
     def soften(scores: int, weights: int, running: int, totals: int, num_keys: int, scale: Any, future: int) -> None:
@@ -256,7 +249,9 @@ def compile_attend(head_dim: int) -> Any:
         num_queries, seq_len, num_keys = load_i64(arguments, 7), load_i64(arguments, 8), load_i64(arguments, 9)
         num_heads, group_size = load_i64(arguments, 10), load_i64(arguments, 11)
         q_stride, out_stride = load_i64(arguments, 12), load_i64(arguments, 13)
-        scale = splat(load_scalar(arguments, 2 * 14))  # times log2(e)
+        scale, inner = splat(load_scalar(arguments, 2 * 14)), load_scalar(arguments, 2 * 15)  # times log2(e); 0: no cap
+        window, stretch, base = load_i64(arguments, 16), load_i64(arguments, 17), load_i64(arguments, 18)
+        sinks = load_i64(arguments, 19)  # float32 [H] in the scores' unit, 0: none
 
         num_tiles = (num_queries + QUERY_TILE - 1) // QUERY_TILE
         order = index // num_heads
@@ -265,7 +260,7 @@ def compile_attend(head_dim: int) -> Any:
         num_valid = min(QUERY_TILE, num_queries - first)
         position = seq_len - num_queries + first
         kv_head = head // group_size
-        value_stride = (num_keys + _VALUE_PADDING) * 2
+        value_stride = (num_keys + VALUE_PADDING) * 2
         keys += kv_head * num_keys * head_dim * 2
         values += kv_head * head_dim * value_stride
 
@@ -274,15 +269,25 @@ def compile_attend(head_dim: int) -> Any:
         pack_queries(queries, q + first * q_stride + head * head_dim * 2, q_stride, num_valid)
         for dim in range(0, total_floats, LANES):
             store_f32(totals, dim, splat(np.float32(0.0)))
+        firsts = scratch(first_floats)
+        for query in range(QUERY_TILE):
+            store_scalar(firsts, query, np.float32(first_seen(base + position + query, window, stretch) - base))
+        maximum_at_first, sum_at_first = no_maximum, np.float32(0.0)
+        if sinks != 0:
+            maximum_at_first, sum_at_first = load_scalar(sinks, head), np.float32(1.0)
         for half in range(2):
-            store_f32(running, half * 2 * LANES, splat(no_score))
-            store_f32(running, half * 2 * LANES + LANES, splat(np.float32(0.0)))
+            store_f32(running, half * 2 * LANES, splat(maximum_at_first))
+            store_f32(running, half * 2 * LANES + LANES, splat(sum_at_first))
+        begin = max(0, first_seen(base + position, window, stretch) - base) // KEY_BLOCK * KEY_BLOCK
         end = min(num_keys, (position + 2 * QUERY_TILE - 1) // KEY_TILE * KEY_TILE)
-        for start in range(0, end, KEY_BLOCK):
+        for start in range(begin, end, KEY_BLOCK):
             count = min(KEY_BLOCK, end - start)
             for key in range(0, count, KEY_TILE):
                 score_block(keys + (start + key) * head_dim * 2, queries, scores + key * QUERY_TILE * 4)
             for half in range(2):
+                if inner > 0:
+                    cap(scores + half * tile_bytes, count, inner)
+                hide_past(scores + half * tile_bytes, count, start, firsts + half * LANES * 4)
                 future = position + half * LANES - start + 1
                 soften(
                     scores + half * tile_bytes,
@@ -371,24 +376,7 @@ def _emit_store_words(builder: ir.IRBuilder, address: ir.Value, even: ir.Value, 
     emit.store_pair(builder, Element.BFLOAT16, address, word(0), [even, odd])
 
 
-def _emit_store_column(
-    builder: ir.IRBuilder, even: ir.Value, odd: ir.Value, target: ir.Value, stride: ir.Value
-) -> None:
-    """Sixteen bfloat16 at `even` and at `odd`, as one word of both in each of sixteen rows."""
-    halves = []
-    for source in (even, odd):
-        bits = builder.load(emit.pointer(builder, source, word(0), emit.I16, emit.I16_LANES))
-        bits.align = 2
-        halves.append(builder.zext(bits, I32_LANES))
-    words = builder.or_(halves[0], builder.shl(halves[1], emit.constant_like(I32_LANES, 16)))
-    for lane in range(LANES):
-        row = builder.add(target, builder.mul(stride, word(lane)))
-        scalar = builder.extract_element(words, ir.Constant(I32, lane))
-        builder.store(scalar, emit.pointer(builder, row, word(0), I32, I32))
-
-
 _hide_below = function(f32x16, [f32x16, types.intp], _emit_hide_below)
 _store_words = function(types.void, [types.intp, f32x16, f32x16], _emit_store_words)
-_store_column = function(types.void, [types.intp] * 4, _emit_store_column)
 _configure = function(types.void, [types.intp], amx.configure)
 _release = function(types.void, [types.intp], lambda builder, _: amx.release(builder))

@@ -30,8 +30,8 @@ def _emit_choose_below(
     return builder.select(is_below, below, others)
 
 
-# _choose_below(a, limit, below, others): lanes of `below` where a < limit
-_choose_below = function(f32x16, [f32x16] * 4, _emit_choose_below)
+# choose_below(a, limit, below, others): lanes of `below` where a < limit
+choose_below = function(f32x16, [f32x16] * 4, _emit_choose_below)
 
 
 @jit
@@ -50,7 +50,7 @@ def tanh(x: Any) -> Any:
     near = multiply_add(multiply(p, z), x, x)
     one = splat(np.float32(1.0))
     far = subtract(one, divide(splat(np.float32(2.0)), add(exp(add(x, x)), one)))
-    return _choose_below(z, splat(np.float32(0.625 * 0.625)), near, far)
+    return choose_below(z, splat(np.float32(0.625 * 0.625)), near, far)
 
 
 @jit

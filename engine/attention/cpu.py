@@ -60,8 +60,8 @@ class CpuAttention(AttentionBackend):
         for row in range(rows, metadata.num_rows):
             query = slice(start, start + metadata.query_lens[row])
             q_QHD, block_table_M, seq_len = q_THD[query], metadata.block_table_RM[row], metadata.seq_lens[row]
-            if self._prefill.accepts(q_QHD, kv_cache, rule):
-                self._prefill(q_QHD, kv_cache, block_table_M, seq_len=seq_len, scale=rule.scale, out_QHD=out_THD[query])
+            if self._prefill.accepts(q_QHD, kv_cache):
+                self._prefill(q_QHD, kv_cache, block_table_M, seq_len=seq_len, rule=rule, out_QHD=out_THD[query])
             else:
                 out_THD[query] = attend_pages(q_QHD, kv_cache, block_table_M, seq_len=seq_len, rule=rule)
             start = query.stop

@@ -148,11 +148,12 @@ def test_bfloat16_chunks_match_the_reference(query_lens, seq_lens, block_size, h
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("terms", [(None,) * 4, (37, None, None, True), (None, 100, 3.0, False)])
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_a_query_does_not_depend_on_its_chunk_or_on_threads(num_threads):
+def test_a_query_does_not_depend_on_its_chunk_or_on_threads(num_threads, terms):
     if not has_amx():
         pytest.skip("needs AMX")
-    attention = CpuAttention()
+    attention, rule = CpuAttention(), make_rule(*terms, num_heads=6, scale=0.125)
     pool = torch.zeros(21, 2, 16, 128).bfloat16()
     q, k, v = torch.randn(300, 10, 64).bfloat16().split((6, 2, 2), dim=1)
     previous = torch.get_num_threads()
@@ -167,11 +168,7 @@ def test_a_query_does_not_depend_on_its_chunk_or_on_threads(num_threads):
             slots = table[0, positions // 16].long() * 16 + positions % 16
             metadata = dataclasses.replace(metadata, block_table_RM=table, slot_mapping_T=slots)
             part = slice(start, stop)
-            parts.append(
-                attention.forward(
-                    q[part], k[part], v[part], kv_cache=pool, metadata=metadata, rule=AttentionRule(scale=0.125)
-                )
-            )
+            parts.append(attention.forward(q[part], k[part], v[part], kv_cache=pool, metadata=metadata, rule=rule))
         outputs.append(torch.cat(parts))
     torch.set_num_threads(previous)
     assert torch.equal(*outputs)
