@@ -59,7 +59,7 @@ class WorkerHost:
         )
         worker.init_cache(plan, self._ferry.allocate)
         worker.warm_up()
-        return self._ferry.endpoint((worker.layout(),))
+        return self._ferry.endpoint(worker.layouts())
 
     def connect(self, peers: Sequence[bytes]) -> None:
         """Connect to instances that this one ferries blocks to or from, given as the endpoints of all their ranks."""

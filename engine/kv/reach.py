@@ -25,6 +25,18 @@ class SpecKind(enum.StrEnum):
     UNIFORM_TYPE = "uniform_type"
 
 
+NEVER_DROPPING = frozenset(
+    {
+        SpecKind.FULL_ATTENTION,
+        SpecKind.MLA,
+        SpecKind.CROSS_ATTENTION,
+        SpecKind.ENCODER_ONLY,
+        SpecKind.SCRATCH_RING,
+    }
+)
+"""Types of which a sequence keeps every block to its end, so that alone it fills one slab after the other."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceLimits:
     """What bounds one sequence's need of blocks. All in tokens."""

@@ -32,6 +32,7 @@ class PageDemand:
 
     page_bytes: int
     blocks_per_sequence: int
+    is_dropping: bool = False  # lets pages go as a sequence grows, so that those it holds may begin inside a slab
 
 
 def choose_geometry(demands: Sequence[PageDemand], memory_bytes: int) -> SlabGeometry:
@@ -98,7 +99,11 @@ def slabs_taken(geometry: SlabGeometry, demands: Sequence[PageDemand], num_seque
     num_slabs = 0
     for group, (demand, pages) in enumerate(zip(demands, geometry.pages_per_slab, strict=True)):
         tail_pages = geometry.tail_pages if group == geometry.tail_group else 0
-        num_slabs += -(-max(0, num_sequences * demand.blocks_per_sequence - tail_pages) // pages)
+        num_pages = num_sequences * demand.blocks_per_sequence
+        if demand.is_dropping and num_pages:
+            num_slabs += 1 - (1 - num_pages) // pages
+        else:
+            num_slabs += -(-max(0, num_pages - tail_pages) // pages)
     return num_slabs
 
 

@@ -17,7 +17,7 @@ from blockferry.engine.kv.plan import KVCachePlan, PageRegion, Planner, PlanRequ
 from blockferry.engine.kv.plan_groups import cached_layers, group_spec
 from blockferry.engine.kv.plan_layout import is_block_outermost, lay_out_pages
 from blockferry.engine.kv.planning import plan_unified, plan_uniform
-from blockferry.engine.kv.reach import SequenceLimits
+from blockferry.engine.kv.reach import NEVER_DROPPING, SequenceLimits
 from blockferry.engine.kv.slab_geometry import (
     MAX_PADDING,
     PageDemand,
@@ -112,6 +112,7 @@ def page_demand(group: KVCacheGroup, limits: SequenceLimits) -> PageDemand:
     return PageDemand(
         page_bytes=sum(spec.page_size_bytes for spec in group.layer_specs),
         blocks_per_sequence=blocks_per_sequence(group, limits),
+        is_dropping=group.spec.kind not in NEVER_DROPPING,
     )
 
 

@@ -19,21 +19,10 @@ from blockferry.engine.errors import LedgerCorrupted
 from blockferry.engine.kv.block_pool import NULL_BLOCK_ID, BlockPool
 from blockferry.engine.kv.events import EventLog
 from blockferry.engine.kv.prefix_index import PrefixIndex
-from blockferry.engine.kv.reach import SpecKind, cdiv
+from blockferry.engine.kv.reach import NEVER_DROPPING, cdiv
 from blockferry.engine.kv.slab_queue import UNOWNED, SlabQueue, SlabTable
 from blockferry.engine.kv.spec import KVCacheGroup, SlabGeometry
 from blockferry.engine.request import BoolArray, Int32Array
-
-_NEVER_DROPPING = frozenset(
-    {
-        SpecKind.FULL_ATTENTION,
-        SpecKind.MLA,
-        SpecKind.CROSS_ATTENTION,
-        SpecKind.ENCODER_ONLY,
-        SpecKind.SCRATCH_RING,
-    }
-)
-"""Types of which a sequence keeps every block to its end, so that alone it fills one slab after the other."""
 
 
 class SlabPools:
@@ -71,7 +60,7 @@ class SlabPools:
         self._geometry = geometry
         self._index = index
         self._has_stalled = False  # whether the last question without a hit was refused though memory is there
-        self._is_dropping = [group.spec.kind not in _NEVER_DROPPING for group in groups]
+        self._is_dropping = [group.spec.kind not in NEVER_DROPPING for group in groups]
         self._pages_per_slab: Int32Array = np.array(geometry.pages_per_slab, np.int32)
         # exact arithmetic in fractions of a slab that are whole numbers for every page
         self._slab_parts = math.lcm(*geometry.pages_per_slab)

@@ -18,9 +18,8 @@ from blockferry.engine.kv.block_table import BlockTable
 from blockferry.engine.kv.instance_plan import InstancePlan
 from blockferry.engine.kv.model_config import ModelConfig
 from blockferry.engine.kv.model_families import kv_head_span
-from blockferry.engine.kv.plan import KVCachePlan
-from blockferry.engine.kv.reach import KVContent, SequenceLimits, SpecKind
-from blockferry.engine.kv.spec import AttentionSpec, KVCacheGroup
+from blockferry.engine.kv.reach import SequenceLimits, SpecKind
+from blockferry.engine.kv.spec import KVCacheGroup
 from blockferry.engine.models.decoder import Decoder
 from blockferry.engine.models.loader import fingerprint
 from blockferry.engine.models.registry import ModelParts, load_model
@@ -43,6 +42,7 @@ from blockferry.engine.worker.outputs import NOTHING, OutputStage, StepOutcome, 
 from blockferry.engine.worker.page_views import PageViews
 from blockferry.engine.worker.paged_caches import PagedCaches, StagePages
 from blockferry.engine.worker.parallel import Parallel, join
+from blockferry.engine.worker.pool_layouts import pool_layouts
 from blockferry.engine.worker.pool_memory import Allocate, make_memory, page_dtypes
 from blockferry.engine.worker.sampling_state import SamplingState
 from blockferry.engine.worker.spec import WorkerSpec
@@ -93,10 +93,17 @@ class Worker:
         """What the model is, for the connector's handshake; equal on every host with the same checkpoint."""
         return fingerprint(self.spec.model_path)
 
-    def layout(self) -> PoolLayout:
-        """Where every page lies, once init_cache() made them."""
+    def layouts(self) -> tuple[PoolLayout, ...]:
+        """Where every page lies that may be ferried, once init_cache() made them."""
         assert self._cache is not None, "init_cache() comes first"
-        return self._pool_layout(self._cache.plan.stages[self.spec.pp_rank])
+        return pool_layouts(
+            self._cache.plan.stages[self.spec.pp_rank],
+            order=self.spec.layout,
+            dtype=self.spec.dtype.value,
+            kv_heads=self._kv_heads,
+            tp_rank=self.spec.tp_rank,
+            tp_size=self.spec.tp_size,
+        )
 
     def init_cache(self, plan: InstancePlan, allocate: Allocate) -> None:
         """Make this rank's pool of the plan in memory from allocate(num_bytes), which a GPU's pool does not call."""
@@ -138,22 +145,6 @@ class Worker:
     def _kv_heads(self) -> Span:
         config = ModelConfig(self.model.header.values)
         return kv_head_span(config, tp_rank=self.spec.tp_rank, tp_size=self.spec.tp_size)
-
-    def _pool_layout(self, stage: KVCachePlan) -> PoolLayout:
-        region, heads = stage.regions[0], self._kv_heads
-        spec = region.spec
-        assert isinstance(spec, AttentionSpec)
-        assert isinstance(spec.content, KVContent)
-        return PoolLayout(
-            order=self.spec.layout,
-            num_blocks=stage.num_blocks,
-            block_size=spec.block_size,
-            layer_ids=region.layer_ids,
-            head_start=heads.start,
-            num_heads=len(heads),
-            content_bytes=spec.content.head_bytes,
-            dtype=self.spec.dtype.value,
-        )
 
     def _group_table(self, group: KVCacheGroup) -> GroupTable:
         spec = group.spec

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.local_engine import LocalEngine, start_worker
-from support.parity_cases import NUM_OUTPUT, ParityCase, cases, expected, prompts, smallest_pool
+from support.parity_cases import NUM_OUTPUT, ParityCase, cases, expected, prompts, preempting_pool
 from support.tiny_families import FAMILIES, build
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def check(case: ParityCase, folder: Path) -> None:
     """Cold, then warm; every block is free again afterwards."""
     path = build(FAMILIES[case.family], folder)
-    options = smallest_pool(case.options, path) if case.preempts else case.options
+    options = preempting_pool(case.options, path) if case.preempts else case.options
     engine = LocalEngine(path, options, start_worker(path, options))
 
     assert engine.generate(prompts(), NUM_OUTPUT) == expected(path)

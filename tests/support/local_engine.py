@@ -89,6 +89,35 @@ def start_worker(path: Path, options: EngineOptions) -> Worker:
     return worker
 
 
+def make_instance(instance_id: str, role: Role, plan: InstancePlan, options: EngineOptions) -> Instance:
+    """A scheduler's instance with its ledger."""
+    rows = RowTable(max_rows=options.max_rows, max_model_len=options.max_model_len)
+    config = SchedulerConfig(
+        max_num_seqs=options.max_rows,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        num_steps_in_flight=options.num_steps_in_flight,
+    )
+    ledger_options = LedgerOptions(
+        enable_caching=options.enable_caching,
+        watermark=0.0,
+        max_in_flight_tokens=options.max_num_batched_tokens * options.num_steps_in_flight,
+    )
+    kv = KVCacheManager(plan.ledger, rows, options=ledger_options)
+    num_ranks = options.tp_size * options.pp_size
+    return Instance(instance_id, role, config=config, kv=kv, rows=rows, num_ranks=num_ranks)
+
+
+def make_request(handle: int, prompt: Sequence[int], num_output: int) -> Request:
+    """A greedy request."""
+    return Request(
+        request_id=str(handle),
+        handle=handle,
+        prompt_token_ids=np.array(prompt, np.int32),
+        sampling=SamplingParams(temperature=0.0, seed=0, max_tokens=num_output),
+        arrival_s=0.0,
+    )
+
+
 class OracleExecutor:
     """Says what a model would sample: the known continuation of every prompt."""
 
@@ -119,22 +148,8 @@ class LocalEngine:
         self.options = options
         self.plan = options.plan(path)
         self.steps: list[tuple[StepPlan, StepResult]] = []
-        rows = RowTable(max_rows=options.max_rows, max_model_len=options.max_model_len)
-        config = SchedulerConfig(
-            max_num_seqs=options.max_rows,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            num_steps_in_flight=options.num_steps_in_flight,
-        )
-        self.kv = KVCacheManager(
-            self.plan.ledger,
-            rows,
-            options=LedgerOptions(
-                enable_caching=options.enable_caching,
-                watermark=0.0,
-                max_in_flight_tokens=options.max_num_batched_tokens * options.num_steps_in_flight,
-            ),
-        )
-        self.instance = Instance(INSTANCE, Role.MIXED, config=config, kv=self.kv, rows=rows)
+        self.instance = make_instance(INSTANCE, Role.MIXED, self.plan, options)
+        self.kv = self.instance.kv
         self.central = CentralScheduler([self.instance])
         self._executor = executor
         self._next_handle = 0
@@ -159,12 +174,6 @@ class LocalEngine:
 
     def _add(self, prompt: Sequence[int], num_output: int) -> int:
         handle, self._next_handle = self._next_handle, self._next_handle + 1
-        request = Request(
-            request_id=str(handle),
-            handle=handle,
-            prompt_token_ids=np.array(prompt, np.int32),
-            sampling=SamplingParams(temperature=0.0, seed=0, max_tokens=num_output),
-            arrival_s=0.0,
-        )
+        request = make_request(handle, prompt, num_output)
         self.central.add(request, Route(prefill=INSTANCE, decode=INSTANCE))
         return handle

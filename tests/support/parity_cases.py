@@ -10,7 +10,7 @@ import functools
 from pathlib import Path
 
 from support.covering import Row, cover
-from support.local_engine import EngineOptions
+from support.local_engine import EngineOptions, LocalEngine, OracleExecutor
 from support.tiny_families import FAMILIES, build, make_prompt, reference_tokens
 
 from blockferry.engine.errors import ConfigError
@@ -93,6 +93,19 @@ def _is_plannable(path: Path, layout: str, planner: Planner | None, block_size: 
     return True
 
 
+def preempting_pool(options: EngineOptions, path: Path) -> EngineOptions:
+    """The same with a pool in which sequences outgrow what they were admitted with, if there is such a pool."""
+    sequences = [prompt + output for prompt, output in zip(prompts(), expected(path), strict=True)]
+    least = smallest_pool(options, path)
+    for percent in range(100, 260, 20):
+        tight = dataclasses.replace(least, memory_bytes=least.memory_bytes * percent // 100)
+        engine = LocalEngine(path, tight, OracleExecutor(sequences))
+        engine.generate(prompts(), NUM_OUTPUT)
+        if engine.instance.num_preemptions:
+            return tight
+    return least
+
+
 def smallest_pool(options: EngineOptions, path: Path) -> EngineOptions:
     """The same with a pool that holds one sequence of max_model_len and hardly more."""
     low, high = 0, options.memory_bytes
@@ -102,7 +115,7 @@ def smallest_pool(options: EngineOptions, path: Path) -> EngineOptions:
             high = middle
         else:
             low = middle
-    return dataclasses.replace(options, memory_bytes=high + high // 8)
+    return dataclasses.replace(options, memory_bytes=high)
 
 
 def _holds_one(options: EngineOptions, path: Path) -> bool:

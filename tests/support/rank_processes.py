@@ -12,7 +12,7 @@ from typing import Any
 
 from blockferry.engine.worker.spec import WorkerSpec
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 240.0
 
 
 def run_ranks(spec: WorkerSpec, meeting_point: Path, function: Callable[..., Any], *arguments: Any) -> list[Any]:

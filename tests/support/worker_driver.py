@@ -156,7 +156,7 @@ def generate(
     worker: Worker, prompts: Sequence[Sequence[int]], *, num_output: int, chunk: int, sampling: SamplingParams = GREEDY
 ) -> list[list[int]]:
     """Outputs of prompts that run together, row numbers in reverse order; the rows are free again afterwards."""
-    layout = worker.layout()
+    (layout,) = worker.layouts()
     maker = PlanMaker(num_blocks=layout.num_blocks, block_size=layout.block_size)
     rows = list(reversed(range(worker.spec.max_rows)))[: len(prompts)]
     sequences = [maker.start(row, prompt, sampling) for row, prompt in zip(rows, prompts, strict=True)]
@@ -172,7 +172,7 @@ def execute_all(spec: WorkerSpec, plans: Sequence[StepPlan], num_blocks: int = 6
     """Start a worker, run plans, close it; importable by rank processes."""
     worker = start_worker(spec, num_blocks=num_blocks)
     try:
-        return RankReport(results=[worker.execute(plan) for plan in plans], layout=worker.layout())
+        return RankReport(results=[worker.execute(plan) for plan in plans], layout=worker.layouts()[0])
     finally:
         worker.close()
 

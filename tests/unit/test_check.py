@@ -9,8 +9,9 @@ import pytest
 from safetensors.numpy import save_file
 from support.deployments import LLAMA, PD
 
-from blockferry.cluster.check import Level, check_deployment, check_weights, rank_page_bytes
+from blockferry.cluster.check import Level, check_deployment, check_weights
 from blockferry.cluster.deployment import load_deployment
+from blockferry.cluster.instance_plans import plan_of
 
 
 @pytest.fixture
@@ -50,14 +51,15 @@ def test_pool_shorter_than_the_model_is_a_warning(folder):
     assert "max_model_len=2048" in message
 
 
-def test_page_bytes_follow_layers_and_heads(folder):
+def test_blocks_of_a_stage_follow_its_layers_and_the_heads_of_the_rank_with_most(folder):
     text = PD.replace("{role: prefill}", "{role: prefill, tensor_parallel: 2, pipeline_parallel: 3}")
     file = folder / "deployment.yaml"
     file.write_text(text)
     deployment = load_deployment(file)
     one_head_one_layer = 16 * 2 * 8 * 2  # tokens, K and V, head_dim, bytes of bfloat16
-    pages = [page // one_head_one_layer for page in rank_page_bytes(deployment, deployment.config.instances[0])]
-    assert pages == [4, 2, 2, 1, 2, 1]  # 2+1+1 layers, 2+1 KV heads
+    config = deployment.config
+    plan = plan_of(config.model, deployment.header, config.instances[0], where="instances[0]")
+    assert [stage.bytes_per_block // one_head_one_layer for stage in plan.stages] == [4, 2, 2]  # 2+1+1 layers, 2 heads
 
 
 def cut(file: Path) -> None:
