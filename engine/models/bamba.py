@@ -44,10 +44,11 @@ def build_bamba(build: Build) -> Decoder:
 
 
 def _mixer(build: Build, layer: int, shape: AttentionShape, cos_sin: torch.Tensor) -> Mixer:
+    config = build.config
     if layer not in build.reaches:
-        options = Mamba2Options(has_out_bias=build.config.flag("mamba_proj_bias", default=False))
+        options = Mamba2Options(has_out_bias=config.flag("mamba_proj_bias", default=False))
         return Mamba2Mixer(build, layer, mamba2_shape(build), options)
-    has_bias = build.config.flag("attention_bias", default=False)
-    options_ = AttentionOptions(has_qkv_bias=has_bias, has_out_bias=has_bias)
-    parts = read_attention(build, f"model.layers.{layer}.self_attn.", shape, options_)
+    has_bias = config.flag("attention_bias", default=False)
+    biases = AttentionOptions(has_qkv_bias=has_bias, has_out_bias=has_bias)
+    parts = read_attention(build, f"model.layers.{layer}.self_attn.", shape, biases)
     return SelfAttention(build, layer, parts, build.rule(layer, scale=shape.head_dim**-0.5), cos_sin=cos_sin)
