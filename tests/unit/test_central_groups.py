@@ -12,7 +12,6 @@ from blockferry.connectors.pd_scheduler import PdScheduler
 from blockferry.engine.config import Role, SchedulerConfig
 from blockferry.engine.errors import ConfigError
 from blockferry.engine.kv.manager import KVCacheManager
-from blockferry.engine.kv.reach import EncoderReach
 from blockferry.engine.kv.spec import KVCacheGroup
 from blockferry.engine.request import FinishReason
 from blockferry.engine.rows import RowTable
@@ -239,11 +238,13 @@ def test_blocks_of_other_sizes_are_not_refused():
     join(instance_of("p", "full+states", block_size=4), instance_of("d", "full+states", block_size=8))
 
 
-def test_cross_attention_is_refused_by_name():
+def test_blocks_that_context_parallel_ranks_share_are_refused_by_name():
     config = kv_config(Shape(instance_id="p"))
-    spec = dataclasses.replace(config.groups[0].spec, reach=EncoderReach())
+    spec = dataclasses.replace(config.groups[0].spec, context_parallel_size=2)
     config = dataclasses.replace(config, groups=(*config.groups, KVCacheGroup(layer_ids=(1,), spec=spec)))
     rows = RowTable(max_rows=2, max_model_len=64)
     instance = Instance("p", Role.PREFILL, config=SchedulerConfig(), kv=KVCacheManager(config, rows), rows=rows)
-    with pytest.raises(ConfigError, match=r"p is to hand sequences over, but group 1 of its cache is cross_attention"):
+    with pytest.raises(
+        ConfigError, match="p is to hand sequences over, but group 1 .* whose blocks several ranks share"
+    ):
         join(instance)
