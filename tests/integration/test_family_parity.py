@@ -3,11 +3,13 @@
 One rank here; ranks in processes of their own and prefill/decode pairs are in the files beside this one.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.local_engine import LocalEngine, start_worker
-from support.parity_cases import NUM_OUTPUT, ParityCase, cases, expected, prompts, preempting_pool
+from support.parity_cases import NUM_OUTPUT, ParityCase, cases, expected, preempting_pool, prompts
+from support.parity_table import RecordCell
 from support.tiny_families import FAMILIES, build
 
 pytestmark = pytest.mark.slow
@@ -26,7 +28,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", made, ids=[case.name for case in made])
 
 
-def check(case: ParityCase, folder: Path) -> None:
+def check(case: ParityCase, folder: Path, record_cell: RecordCell) -> None:
     """Cold, then warm; every block is free again afterwards."""
     path = build(FAMILIES[case.family], folder)
     options = preempting_pool(case.options, path) if case.preempts else case.options
@@ -38,12 +40,28 @@ def check(case: ParityCase, folder: Path) -> None:
     stats = engine.kv.stats()
     assert stats.num_free_blocks == stats.num_blocks
     assert (stats.num_hit_tokens > 0) == options.enable_caching or case.preempts
+    for feature in features(case, engine):
+        record_cell(case.family, feature)
 
 
-def test_every_pair_of_choices_gives_the_same_tokens(case: ParityCase, folder: Path) -> None:
-    check(case, folder)
+def features(case: ParityCase, engine: LocalEngine) -> Iterator[str]:
+    """What a case has shown."""
+    if case.options.enable_caching:
+        yield "cold and warm cache"
+    if case.options.max_num_batched_tokens < max(map(len, prompts())):
+        yield "chunked prompts"
+    if engine.instance.num_preemptions:
+        yield "preemption"
+    if case.options.layout.startswith("L"):
+        yield "layers outermost"
+    if case.options.planner is not None:
+        yield f"{case.options.planner} plan"
+
+
+def test_every_pair_of_choices_gives_the_same_tokens(case: ParityCase, folder: Path, record_cell: RecordCell) -> None:
+    check(case, folder, record_cell)
 
 
 @pytest.mark.full
-def test_every_triple_of_choices_gives_the_same_tokens(case: ParityCase, folder: Path) -> None:
-    check(case, folder)
+def test_every_triple_of_choices_gives_the_same_tokens(case: ParityCase, folder: Path, record_cell: RecordCell) -> None:
+    check(case, folder, record_cell)

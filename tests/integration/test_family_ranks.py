@@ -9,6 +9,7 @@ import pytest
 from support.family_ranks import RankCase, execute_cases
 from support.local_engine import EngineOptions, LocalEngine, OracleExecutor
 from support.parity_cases import NAMES, NUM_OUTPUT, expected, preempting_pool, prompts
+from support.parity_table import RecordCell
 from support.rank_processes import run_ranks
 from support.tiny_families import FAMILIES, build
 
@@ -40,19 +41,24 @@ def check_all_families(folder: Path, meeting_point: Path, options: EngineOptions
     assert wrong == []
 
 
-def test_two_tensor_parallel_ranks_sample_the_same_tokens(folder: Path, tmp_path: Path) -> None:
-    check_all_families(
-        folder, tmp_path / "meet", EngineOptions(max_model_len=128, max_num_batched_tokens=48, tp_size=2)
-    )
+def test_two_tensor_parallel_ranks_sample_the_same_tokens(
+    folder: Path, tmp_path: Path, record_cell: RecordCell
+) -> None:
+    check_all_families(folder, tmp_path / "meet", options_of(tp_size=2))
+    for name in NAMES:
+        record_cell(name, "TP 2")
 
 
-def test_two_pipeline_stages_sample_the_same_tokens(folder: Path, tmp_path: Path) -> None:
-    check_all_families(
-        folder, tmp_path / "meet", EngineOptions(max_model_len=128, max_num_batched_tokens=48, pp_size=2)
-    )
+def test_two_pipeline_stages_sample_the_same_tokens(folder: Path, tmp_path: Path, record_cell: RecordCell) -> None:
+    check_all_families(folder, tmp_path / "meet", options_of(pp_size=2))
+    for name in NAMES:
+        record_cell(name, "PP 2")
 
 
 @pytest.mark.full
 def test_two_stages_of_two_ranks_sample_the_same_tokens(folder: Path, tmp_path: Path) -> None:
-    options = EngineOptions(max_model_len=128, max_num_batched_tokens=48, tp_size=2, pp_size=2)
-    check_all_families(folder, tmp_path / "meet", options)
+    check_all_families(folder, tmp_path / "meet", options_of(tp_size=2, pp_size=2))
+
+
+def options_of(**shape: int) -> EngineOptions:
+    return EngineOptions(max_model_len=128, max_num_batched_tokens=48, **shape)

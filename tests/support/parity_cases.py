@@ -54,7 +54,7 @@ def prompts() -> list[list[int]]:
     return made
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def expected(folder: Path) -> list[list[int]]:
     """transformers' continuation of every prompt."""
     return [reference_tokens(folder, prompt, NUM_OUTPUT) for prompt in prompts()]
@@ -83,7 +83,7 @@ def _is_possible(row: Row, paths: dict[str, Path]) -> bool:
     return _is_plannable(paths[str(row["family"])], str(row["layout"]), row["planner"], row["block_size"])
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _is_plannable(path: Path, layout: str, planner: Planner | None, block_size: int | None) -> bool:
     options = EngineOptions(layout=layout, planner=planner, block_size=block_size, max_model_len=128)
     try:
