@@ -245,6 +245,6 @@ def test_blocks_that_context_parallel_ranks_share_are_refused_by_name():
     rows = RowTable(max_rows=2, max_model_len=64)
     instance = Instance("p", Role.PREFILL, config=SchedulerConfig(), kv=KVCacheManager(config, rows), rows=rows)
     with pytest.raises(
-        ConfigError, match="p is to hand sequences over, but group 1 .* whose blocks several ranks share"
+        ConfigError, match=r"p is to hand sequences over, but group 1 .* whose blocks several ranks share"
     ):
         join(instance)
