@@ -1,7 +1,7 @@
 """Covering arrays: few rows in which every choice of values for any few factors occurs.
 
-A greedy construction in the manner of Cohen, Dalal, Fredman and Patton, "The AETG system" (1997), over an explicit list of
-the rows that are possible.
+A greedy construction in the manner of Cohen, Dalal, Fredman and Patton, "The AETG system" (1997), over a list of all
+rows that are possible.
 """
 
 from __future__ import annotations
