@@ -132,6 +132,7 @@ def _stages(model: ModelLayers, pp_size: int) -> list[frozenset[int]]:
     if pp_size == 1:
         return []
     own = {number for i, number in enumerate(model.layer_numbers) if i not in model.draft_layer_ids}
+    own -= model.encoder_numbers  # every stage computes the encoder
     num_layers = max(own, default=-1) + 1
     stages = []
     for pp_rank in range(pp_size):

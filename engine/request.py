@@ -63,6 +63,7 @@ class Request:
     priority: int = 0  # lower runs first
     cache_salt: str = ""
     skip_reading_prefix_cache: bool = False
+    encoder_token_ids: Int32Array | None = None  # of an encoder-decoder, whose decoder continues the prompt
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Rows: the per-sequence arrays that scheduler, ledger and workers index by the same row number.
 
-A request gets a row when it is admitted and keeps it until it ends. Owns the token ids and the three
+A request gets a row when it is admitted and keeps it until it ends. Owns the token ids and the
 counters; everything else a part needs per row lives in that part's own arrays.
 """
 
@@ -30,8 +30,9 @@ class RowTable:
         self.num_tokens: Int32Array = np.zeros(max_rows, np.int32)
         self.num_prompt_tokens: Int32Array = np.zeros(max_rows, np.int32)
         self.num_computed_tokens: Int32Array = np.zeros(max_rows, np.int32)
+        self.num_encoder_tokens: Int32Array = np.zeros(max_rows, np.int32)  # of the encoder's input; 0 without one
 
-    def assign(self, row: int, token_ids: Int32Array, *, num_prompt_tokens: int) -> None:
+    def assign(self, row: int, token_ids: Int32Array, *, num_prompt_tokens: int, num_encoder_tokens: int = 0) -> None:
         """Start a row with every token known so far; nothing of it is computed yet."""
         num_tokens = len(token_ids)
         assert num_tokens <= self.max_model_len, (num_tokens, self.max_model_len)
@@ -39,6 +40,7 @@ class RowTable:
         self.num_tokens[row] = num_tokens
         self.num_prompt_tokens[row] = num_prompt_tokens
         self.num_computed_tokens[row] = 0
+        self.num_encoder_tokens[row] = num_encoder_tokens
 
     def append(self, rows: Int32Array, token_ids: Int32Array) -> Int32Array:
         """Append one token to each of `rows` (no row twice); returns their new num_tokens, shape [R]."""
@@ -52,6 +54,7 @@ class RowTable:
     def clear(self, row: int) -> None:
         """Forget a row."""
         self.num_tokens[row] = self.num_prompt_tokens[row] = self.num_computed_tokens[row] = 0
+        self.num_encoder_tokens[row] = 0
 
     def tokens(self, row: int) -> Int32Array:
         """View of the row's known tokens, shape [num_tokens]."""

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from blockferry.engine.request import BoolArray, Int32Array, SamplingParams, TokenLogprobs
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 
 _EMPTY_I32: Int32Array = np.empty(0, np.int32)
 _NO_BLOCKS: NDArray[np.int32] = np.empty((0, 2), np.int32)
@@ -55,6 +55,8 @@ class NewRow:
     token_ids: Int32Array  # [num_tokens], prompt and whatever was generated already
     num_prompt_tokens: int
     sampling: SamplingParams  # seed is never None here
+    num_encoder_tokens: int = 0  # of the encoder's input, whose keys and values the row's cross attention reads
+    encoder_token_ids: Int32Array | None = None  # [num_encoder_tokens], to be encoded first; None: not, or no more
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

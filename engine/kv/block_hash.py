@@ -34,6 +34,7 @@ class ExtraKeyKind(enum.IntEnum):
     MULTIMODAL = 2  # value: content digest; blocks that hold its placeholder tokens
     SALT = 3  # value: the caller's cache salt; the first block, and by the chain all others
     PROMPT_EMBEDS = 4  # value: digest of the embeddings; blocks that hold them
+    ENCODER_INPUT = 5  # value: digest of the encoder's tokens; the first block, and by the chain all others
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,15 @@ def salt_key(cache_salt: str) -> tuple[ExtraKey, ...]:
     if not cache_salt:
         return ()
     return (ExtraKey(kind=ExtraKeyKind.SALT, value=cache_salt.encode(), start=0, stop=1),)
+
+
+def encoder_key(encoder_token_ids: Int32Array | None) -> tuple[ExtraKey, ...]:
+    """The extra keys of an encoder's input, on which all of its decoder's keys and values depend; none without one."""
+    if encoder_token_ids is None:
+        return ()
+    state = _new_state()
+    state.update(encoder_token_ids.astype("<i4", copy=False).tobytes())
+    return (ExtraKey(kind=ExtraKeyKind.ENCODER_INPUT, value=state.digest(), start=0, stop=1),)
 
 
 def append_plain(chains: Sequence[list[bytes]], chunks: Sequence[bytes]) -> None:

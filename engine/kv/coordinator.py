@@ -56,11 +56,11 @@ class Coordinator:
             needs[number] += manager.num_needed(row, demand, hits)
         return self.pools.fits(needs, hits=hit.block_ids, num_reserved=num_reserved)
 
-    def most_blocks(self, num_tokens: int) -> list[int]:
+    def most_blocks(self, num_tokens: int, num_encoder_tokens: int) -> list[int]:
         """Most blocks, per pool, that a sequence of num_tokens ever holds at once."""
         most = [0] * len(self.pools.pools)
         for number, manager in zip(self._pool_numbers, self.managers, strict=True):
-            most[number] += manager.most_blocks(num_tokens)
+            most[number] += manager.most_blocks(num_tokens, num_encoder_tokens)
         return most
 
     def adopt(self, row: int, demand: Demand, hit: PrefixHit) -> None:

@@ -95,6 +95,7 @@ def _plan(config: Mapping[str, Any], request: InstanceRequest) -> InstancePlan:
 def stage_layers(model: ModelLayers, pp_size: int) -> list[frozenset[int]]:
     """Layer ids, which count caches, of each pipeline stage; drafts are the last one's. Raises ValueError."""
     own = {number for i, number in enumerate(model.layer_numbers) if i not in model.draft_layer_ids}
+    own -= model.encoder_numbers  # every stage computes the encoder
     num_layers = max(own, default=-1) + 1
     stages = []
     for pp_rank in range(pp_size):

@@ -153,8 +153,9 @@ class MambaManager:
 
     # one row
 
-    def most_blocks(self, num_tokens: int) -> int:
+    def most_blocks(self, num_tokens: int, num_encoder_tokens: int) -> int:
         """Most blocks that a sequence of num_tokens ever holds at once: the running state and the one before it."""
+        del num_encoder_tokens
         return len(self.groups) * (min(cdiv(num_tokens, self.tokens_per_block), 2) + self._num_speculative)
 
     def num_needed(self, row: int, demand: Demand, hits: HitBlocks) -> int:

@@ -19,6 +19,7 @@ from blockferry.engine.kv.block_hash import ExtraKey, RequestHashes, append_plai
 from blockferry.engine.kv.block_pool import NULL_BLOCK_ID
 from blockferry.engine.kv.events import AllBlocksCleared, EventLog, KVEvent
 from blockferry.engine.kv.hit_search import PrefixHit
+from blockferry.engine.kv.reach import SpecKind
 from blockferry.engine.kv.room import Room
 from blockferry.engine.kv.spec import KVCacheConfig
 from blockferry.engine.kv.type_manager import DecodeDemand, Demand
@@ -90,6 +91,8 @@ class KVCacheManager:
         self._replay_shift = parts.replay_shift
         self.room = Room(config, self._coordinator, rows)
         self.num_usable_blocks = self._pools.num_usable
+        has_encoder = any(group.spec.kind is SpecKind.CROSS_ATTENTION for group in config.groups)
+        self.max_num_encoder_tokens = options.max_num_encoder_tokens if has_encoder else None  # None: no encoder
         self._num_watermark_blocks = int(options.watermark * config.num_blocks)
         self._no_hit = self._search.no_hit
         self._hash_block_size = config.hash_block_size

@@ -44,7 +44,7 @@ class ContentOptions:
     is_fp8_ds_mla: bool = False
 
 
-_HEAD_NAMES = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_HEAD_NAMES = ("decoder_attention_heads", "num_attention_heads", "n_head", "num_heads", "n_heads")
 TypeReader = Callable[[ModelConfig], list[LayerType]]
 ContentReader = Callable[[ModelConfig, ContentOptions], Sequence[KVContent | LatentContent]]
 

@@ -77,6 +77,17 @@ class ModelLayers:
     warnings: tuple[str, ...] = ()  # what was assumed of the model
     notes: tuple[str, ...] = ()  # what was decided because its config says so
 
+    @property
+    def encoder_numbers(self) -> frozenset[int]:
+        """Numbers of an encoder-decoder's encoder layers, which keep nothing; they come after the decoder's."""
+        if not self.num_encoder_tokens:
+            return frozenset()
+        return frozenset(
+            number
+            for number, spec in zip(self.layer_numbers, self.layers, strict=True)
+            if isinstance(spec, AttentionSpec) and isinstance(spec.reach, NoReach)
+        )
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Cache:

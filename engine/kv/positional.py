@@ -71,8 +71,9 @@ class PositionalManager:
 
     # one row
 
-    def most_blocks(self, num_tokens: int) -> int:
+    def most_blocks(self, num_tokens: int, num_encoder_tokens: int) -> int:
         """Most blocks that a sequence of num_tokens ever holds at once."""
+        del num_encoder_tokens
         num_columns = cdiv(num_tokens + self._num_extra_tokens, self.tokens_per_block)
         return sum(min(num_columns, held) for held in self._max_held)
 

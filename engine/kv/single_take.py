@@ -24,8 +24,8 @@ class SingleTakeManager:
         self.rules: list[HitRule | None] = [None for _ in self.groups]
         self.tokens_per_block = context.tokens_per_block
         self.is_draft = False
-        self._max_held = context.groups[0].spec.max_admission_blocks_per_request(context.limits)
-        self.stack = TableStack(context, max_blocks=max(1, self._max_held))
+        max_held = context.groups[0].spec.max_admission_blocks_per_request(context.limits)
+        self.stack = TableStack(context, max_blocks=max(1, max_held))
         self._num_blocks_of = num_blocks_of
 
     def start_step(self) -> None:
@@ -36,10 +36,12 @@ class SingleTakeManager:
         assert not any(map(len, hits)), (hits, num_tokens)
         return False
 
-    def most_blocks(self, num_tokens: int) -> int:
-        """Most blocks that a sequence ever holds at once."""
-        del num_tokens
-        return len(self.groups) * self._max_held
+    def most_blocks(self, num_tokens: int, num_encoder_tokens: int) -> int:
+        """What the first allocation takes is all that a sequence ever holds."""
+        demand = Demand(
+            num_local=0, num_total=0, num_main=num_tokens, num_slots=num_tokens, num_encoder=num_encoder_tokens
+        )
+        return len(self.groups) * self._num_blocks_of(demand)
 
     def num_needed(self, row: int, demand: Demand, hits: HitBlocks) -> int:
         """What the first allocation takes; afterwards nothing."""

@@ -148,7 +148,7 @@ class TypeManager(Protocol):
     def is_deferred(self, hits: HitBlocks, num_tokens: int) -> bool:
         """Whether what a hit of num_tokens reads before the step computes is only computed in this very step."""
 
-    def most_blocks(self, num_tokens: int) -> int:
+    def most_blocks(self, num_tokens: int, num_encoder_tokens: int) -> int:
         """Most blocks that a sequence of num_tokens ever holds at once, in all groups."""
 
     def num_needed(self, row: int, demand: Demand, hits: HitBlocks) -> int:

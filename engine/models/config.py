@@ -31,6 +31,7 @@ SUPPORTED_ARCHITECTURES = (
     "BambaForCausalLM",
     "FalconH1ForCausalLM",
     "Lfm2ForCausalLM",
+    "BartForConditionalGeneration",
 )
 _ROPE_KINDS = ("default", "linear", "dynamic", "llama3")
 # what transformers assumes where config.json is silent
@@ -53,12 +54,17 @@ class ModelHeader:
     architecture: str
     vocab_size: int
     hidden_size: int
-    num_layers: int
+    num_layers: int  # of an encoder-decoder the decoder's
     norm_eps: float
     max_positions: int
     has_tied_embeddings: bool
     eos_token_ids: tuple[int, ...]
     values: Mapping[str, Any]
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether an encoder reads the input, and a decoder that attends to it writes the answer."""
+        return bool(self.values.get("is_encoder_decoder", False))
 
     def check_length(self, max_model_len: int) -> None:
         """Raises ModelLoadError where sequences of this length would be computed wrongly."""
@@ -123,14 +129,16 @@ def _header(architecture: str, values: Mapping[str, Any]) -> ModelHeader:
     text = values.get("text_config")
     own: Mapping[str, Any] = {**values, **text} if isinstance(text, Mapping) else values
     default_eps = _NORM_EPS.get(architecture, 1e-6)
+    is_encoder_decoder = bool(own.get("is_encoder_decoder", False))
+    ties_by_default = is_encoder_decoder or architecture.startswith("Gemma")
     return ModelHeader(
         architecture=architecture,
         vocab_size=int(own["vocab_size"]),
-        hidden_size=int(own["hidden_size"]),
-        num_layers=int(own["num_hidden_layers"]),
+        hidden_size=int(own["d_model" if is_encoder_decoder else "hidden_size"]),
+        num_layers=int(own["decoder_layers" if is_encoder_decoder else "num_hidden_layers"]),
         norm_eps=float(next((own[name] for name in _EPS_NAMES if own.get(name) is not None), default_eps)),
         max_positions=int(own.get("max_position_embeddings") or _MAX_POSITIONS.get(architecture, 32768)),
-        has_tied_embeddings=bool(own.get("tie_word_embeddings", architecture.startswith("Gemma"))),
+        has_tied_embeddings=bool(own.get("tie_word_embeddings", ties_by_default)),
         eos_token_ids=_token_ids(own.get("eos_token_id")),
         values=own,
     )

@@ -6,7 +6,7 @@ Build -> Decoder, listed in registry.py.
     token ids -- embedding -- layer -- layer -- ... -- norm -- head -- logits
                       x, residual ->  x, residual         a layer's output is x + residual, added by whoever needs it
 
-Legend: T tokens, S tokens that want logits, E hidden, V vocabulary shard.
+Legend: T tokens, N tokens of an encoder's input, S tokens that want logits, E hidden, V vocabulary shard.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from blockferry.engine.models.layers import Communicator, Linear, VocabEmbedding
 from blockferry.engine.models.ops import LayerOps
 from blockferry.engine.models.sharding import RankPlace, Span, split_layers, split_padded
 from blockferry.engine.models.state_ops import StateOps
-from blockferry.engine.models.step import Step
+from blockferry.engine.models.step import Caches, Step
 from blockferry.engine.models.tape_source import TapeSource
 from blockferry.engine.models.weights import WeightReader
 
@@ -39,8 +39,15 @@ class Layer(Protocol):
 
     def forward(
         self, x_TE: torch.Tensor, residual_TE: torch.Tensor | None, step: Step
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (x, residual) whose sum is the layer's output; the input is x (+ residual). May overwrite both."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns (x, residual): the layer's output is x (+ residual), and so is its input. May overwrite both."""
+
+
+class Encoder(Protocol):
+    """What of an encoder-decoder comes before the decoder, on one rank."""
+
+    def encode(self, x_NE: torch.Tensor, caches: Caches) -> None:
+        """Encode one input, given as its tokens' embeddings, and write what this stage's cross attention reads."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,12 +96,13 @@ class Ends:
     """How the ends of a model differ between families."""
 
     embedding_name: str = "model.embed_tokens.weight"
-    norm_name: str = "model.norm.weight"
+    norm_name: str | None = "model.norm.weight"  # None: the last layer's output is normed already
     head_name: str = "lm_head.weight"
     embedding_scale: float | None = None
     norm_offset: float = 0.0  # 1 for norm weights that are stored relative to one
     logit_scale: float | None = None
     logit_soft_cap: float | None = None  # logits = cap * tanh(logits / cap)
+    logit_bias_name: str | None = None  # of a tensor [1, V], where the checkpoint has it
 
 
 class Decoder:
@@ -107,6 +115,7 @@ class Decoder:
         *,
         ends: Ends | None = None,
         tape_source: TapeSource | None = None,
+        encoder: Encoder | None = None,
     ) -> None:
         """Reads the ends' weights. Raises ModelLoadError."""
         ends = ends or Ends()
@@ -114,30 +123,40 @@ class Decoder:
         self.shard = build.shard
         self.layers = layers
         self.tape_source = tape_source
+        self._encoder = encoder
         self._ends = ends
         self._ops = build.ops
         self._communicator = build.communicator
         self._embedding: VocabEmbedding | None = None
         self._norm_E: torch.Tensor | None = None
+        self._logit_bias_1V: torch.Tensor | None = None
         self._head: Linear | None = None
         header, shard, weights = build.header, build.shard, build.weights
         embedding_VE: torch.Tensor | None = None
-        if shard.is_first_stage:
+        if shard.is_first_stage or encoder is not None:
             embedding_VE = _vocab(build, ends.embedding_name)
             self._embedding = VocabEmbedding(embedding_VE, shard.vocab, build.communicator)
         if shard.is_last_stage:
-            self._norm_E = weights.norm(ends.norm_name, header.hidden_size, offset=ends.norm_offset)
+            if ends.norm_name is not None:
+                self._norm_E = weights.norm(ends.norm_name, header.hidden_size, offset=ends.norm_offset)
+            if ends.logit_bias_name is not None and ends.logit_bias_name in weights.checkpoint:
+                self._logit_bias_1V = weights.matrix(ends.logit_bias_name, (1, header.vocab_size))
             name = ends.embedding_name if header.has_tied_embeddings else ends.head_name
             is_shared = header.has_tied_embeddings and embedding_VE is not None
             self._head = make_linear(embedding_VE if is_shared and embedding_VE is not None else _vocab(build, name))
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
-        """Hidden states [T, E] of token ids; first stage only."""
+        """Hidden states [T, E] of token ids; first stage only, or every one where there is an encoder."""
         assert self._embedding is not None, "embed() is for the first stage"
         x_TE = self._embedding(token_ids_T)
         if self._ends.embedding_scale is not None:
             x_TE = x_TE * self._ends.embedding_scale
         return x_TE
+
+    def encode(self, token_ids_N: torch.Tensor, caches: Caches) -> None:
+        """Encode one row's input for this stage's cross attention; of models with an encoder."""
+        assert self._encoder is not None, f"{self.header.architecture} has no encoder"
+        self._encoder.encode(self.embed(token_ids_N), caches)
 
     def forward(self, x_TE: torch.Tensor, step: Step) -> torch.Tensor:
         """Run this stage's layers. Returns [T, E], the input of the next stage or of logits()."""
@@ -148,13 +167,15 @@ class Decoder:
 
     def logits(self, hidden_SE: torch.Tensor) -> torch.Tensor | None:
         """Logits [S, vocab_size] on rank 0 of the last stage, None on its other ranks, which must call it too."""
-        assert self._norm_E is not None, "logits() is for the last stage"
         assert self._head is not None, "logits() is for the last stage"
-        normed_SE, _ = self._ops.add_rms_norm(hidden_SE, None, self._norm_E, self.header.norm_eps)
-        logits_SV = self._communicator.gather_columns(self._head(normed_SE))
+        if self._norm_E is not None:
+            hidden_SE, _ = self._ops.add_rms_norm(hidden_SE, None, self._norm_E, self.header.norm_eps)
+        logits_SV = self._communicator.gather_columns(self._head(hidden_SE))
         if logits_SV is None:
             return None
         logits_SV = logits_SV[:, : self.header.vocab_size]
+        if self._logit_bias_1V is not None:
+            logits_SV = logits_SV + self._logit_bias_1V
         if self._ends.logit_scale is not None:
             logits_SV = logits_SV * self._ends.logit_scale
         if self._ends.logit_soft_cap is not None:

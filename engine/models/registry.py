@@ -15,6 +15,7 @@ from blockferry.engine.kv.model_layers import LayerOptions, layers_of
 from blockferry.engine.kv.reach import EncoderReach, Reach
 from blockferry.engine.kv.spec import AttentionSpec
 from blockferry.engine.models.bamba import build_bamba
+from blockferry.engine.models.bart import build_bart
 from blockferry.engine.models.config import ModelHeader, read_header
 from blockferry.engine.models.decoder import Build, Decoder, stage_shard
 from blockferry.engine.models.deepseek import build_deepseek_v3
@@ -52,6 +53,7 @@ FAMILIES: Mapping[str, Callable[[Build], Decoder]] = {
     "Qwen3NextForCausalLM": build_qwen3_next,
     "Qwen3_5ForCausalLM": build_qwen3_5,
     "Qwen3_5MoeForCausalLM": build_qwen3_5,
+    "BartForConditionalGeneration": build_bart,
 }
 
 

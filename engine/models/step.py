@@ -2,7 +2,7 @@
 
 The seam between models and worker: models name layers by their number in the checkpoint and know no blocks.
 
-Legend: T tokens of the step, H query heads, K KV heads, D head dim, R latent vector.
+Legend: T tokens of the step, N tokens of an encoder's input, H query heads, K KV heads, D head dim, R latent vector.
 """
 
 from __future__ import annotations
@@ -39,6 +39,12 @@ class Caches(Protocol):
 
     def states(self, layer: int) -> LayerStates:
         """A recurrent layer's states."""
+
+    def write_cross(self, layer: int, k_NKD: torch.Tensor, v_NKD: torch.Tensor) -> None:
+        """Keep what a decoder layer's cross attention reads of an encoder's input that has just been encoded."""
+
+    def attend_cross(self, layer: int, q_THD: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+        """Attend from every token to the whole of its row's encoder input, written before: [T, H, D]."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

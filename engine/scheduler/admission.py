@@ -87,15 +87,39 @@ def check_lengths(request: Request, *, max_model_len: int) -> None:
         )
 
 
+def check_encoder_input(request: Request, *, max_num_encoder_tokens: int | None) -> None:
+    """Raises RequestRejected for an encoder's input that the model cannot read; None: the model has no encoder."""
+    encoder_token_ids = request.encoder_token_ids
+    if max_num_encoder_tokens is None:
+        if encoder_token_ids is None:
+            return
+        reason = (
+            f"it has {len(encoder_token_ids)} tokens for an encoder, which the model lacks; send them as the prompt"
+        )
+    elif encoder_token_ids is None:
+        reason = "the model is an encoder-decoder, and nothing is sent for its encoder; send encoder_token_ids"
+    elif 1 <= len(encoder_token_ids) <= max_num_encoder_tokens:
+        return
+    else:
+        reason = (
+            f"the encoder's input has {len(encoder_token_ids)} tokens, the model's encoder reads 1 to "
+            f"{max_num_encoder_tokens}; send an input of that length"
+        )
+    raise RequestRejected(request.request_id, reason)
+
+
 def check_fits_pool(request: Request, pool: KVCacheManager, *, num_tokens: int, instance_id: str) -> None:
     """Raises RequestRejected when num_tokens of this request can never be held by the instance's pool."""
-    if pool.room.can_ever_fit(num_tokens):
+    num_encoder_tokens = 0 if request.encoder_token_ids is None else len(request.encoder_token_ids)
+    if pool.room.can_ever_fit(num_tokens, num_encoder_tokens):
         return
+    beside = f" beside the encoder's {num_encoder_tokens}" if num_encoder_tokens else ""
     raise RequestRejected(
         request.request_id,
         f"the prompt of {len(request.prompt_token_ids)} tokens with max_tokens={request.sampling.max_tokens} needs KV "
-        f"blocks for {num_tokens} tokens, but the pool of instance {instance_id} holds {pool.room.max_tokens_that_fit} "
-        f"tokens in {pool.num_usable_blocks} blocks; lower max_tokens, shorten the prompt or enlarge the cache",
+        f"blocks for {num_tokens} tokens{beside}, but the pool of instance {instance_id} holds "
+        f"{pool.room.max_tokens_that_fit} tokens in {pool.num_usable_blocks} blocks; lower max_tokens, shorten the "
+        "prompt or enlarge the cache",
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from blockferry.connectors.base import TransferCommand, TransferEvent, TransferMode
 from blockferry.connectors.pd_scheduler import PdScheduler
 from blockferry.engine.errors import RequestRejected
+from blockferry.engine.kv.block_hash import encoder_key
 from blockferry.engine.request import FinishReason, Request
 from blockferry.engine.scheduler import admission, audit, reports
 from blockferry.engine.scheduler.ferried import check_ferriable
@@ -217,6 +218,7 @@ class CentralScheduler:
             raise RequestRejected(request.request_id, f"handle {request.handle} is in use; choose another")
         if source is not target and not self._can_ferry:
             raise ValueError(f"no connector joins {source.instance_id} and {target.instance_id}; route to one instance")
+        admission.check_encoder_input(request, max_num_encoder_tokens=source.kv.max_num_encoder_tokens)
         admission.check_lengths(request, max_model_len=_max_model_len(source, target))
         num_prompt_tokens = len(request.prompt_token_ids)
         admission.check_fits_pool(request, source.kv, num_tokens=num_prompt_tokens, instance_id=source.instance_id)
@@ -283,7 +285,11 @@ def _sequence(ticket: Ticket, instance: Instance, *, limit: int, lane: str) -> S
         limit=limit,
         lane=lane,
         token_ids=request.prompt_token_ids,
-        hashes=instance.kv.hash_prompt(request.prompt_token_ids, cache_salt=request.cache_salt),
+        hashes=instance.kv.hash_prompt(
+            request.prompt_token_ids,
+            cache_salt=request.cache_salt,
+            extra_keys=encoder_key(request.encoder_token_ids),
+        ),
     )
 
 

@@ -7,7 +7,8 @@ Reads the tables of both sides; takes and changes nothing. Knows block sizes and
     state                     | null                                      | running state   |
 
 D's first column may start with a token that P let go of before its last chunk, where D's blocks are larger; then the
-first one that P holds is the first to travel. Groups that share nothing (scratch rings, encoders) are not ferried.
+first one that P holds is the first to travel. What cross attention reads of the encoder's input travels whole. Scratch
+rings are not ferried.
 """
 
 from __future__ import annotations
@@ -37,12 +38,25 @@ def ferried_parts(handoff: Handoff) -> tuple[TransferPart, ...]:
 
 def _parts(handoff: Handoff) -> Iterator[TransferPart]:
     for number, group in enumerate(handoff.target.kv.config.groups):
-        if rule_of(group.spec) is None:
-            continue
-        is_state = group.spec.kind is SpecKind.MAMBA
-        part = _state_part(handoff, number) if is_state else _attention_part(handoff, number)
+        part: TransferPart | None = None
+        if group.spec.kind is SpecKind.CROSS_ATTENTION:
+            part = _encoder_part(handoff, number)
+        elif group.spec.kind is SpecKind.MAMBA:
+            part = _state_part(handoff, number)
+        elif rule_of(group.spec) is not None:
+            part = _attention_part(handoff, number)
         if part is not None:
             yield part
+
+
+def _encoder_part(handoff: Handoff, group: int) -> TransferPart:
+    """Keys and values of the encoder's whole input, which no hit ever spares."""
+    return TransferPart(
+        group=group,
+        src_block_ids=handoff.source.kv.block_ids(handoff.source_row, group),
+        dst_block_ids=handoff.target.kv.block_ids(handoff.target_row, group),
+        num_tokens=handoff.ticket.num_encoder_tokens,
+    )
 
 
 def _state_part(handoff: Handoff, group: int) -> TransferPart:
@@ -112,13 +126,11 @@ def check_ferriable(instances: Iterable[Instance]) -> None:
 
 def _check_group(instance: Instance, number: int, group: KVCacheGroup) -> None:
     spec = one_layer(group.spec)
-    is_divided = isinstance(spec, AttentionSpec) and spec.context_parallel_size > 1
-    if spec.kind is SpecKind.CROSS_ATTENTION or is_divided:
-        what = "whose blocks several ranks share" if is_divided else "whose encoder's states cannot be ferried"
+    if isinstance(spec, AttentionSpec) and spec.context_parallel_size > 1:
         raise ConfigError(
             "instances",
             f"{instance.instance_id} is to hand sequences over, but group {number} of its cache is {spec.kind}, "
-            f"{what}; use role mixed",
+            "whose blocks several ranks share; use role mixed",
         )
 
 

@@ -94,11 +94,15 @@ class Instance:
             return None
         return self.kv.lookup(sequence.hashes, len(sequence.token_ids))
 
+    def num_blocks_to_hold(self, sequence: Sequence, hit: PrefixHit | None) -> int:
+        """Most blocks that a waiting sequence's known tokens will take beside those of a hit."""
+        return self.kv.room.to_hold(len(sequence.token_ids), hit, sequence.ticket.num_encoder_tokens)
+
     def has_room_for(self, sequence: Sequence, hit: PrefixHit | None, kept: Kept) -> bool:
         """Whether a row and the blocks of the whole sequence are free beside what is kept; cheap and without effect."""
         if self.batch.num_free_rows <= kept.num_rows:
             return False
-        num_blocks = self.kv.room.to_hold(len(sequence.token_ids), hit)
+        num_blocks = self.num_blocks_to_hold(sequence, hit)
         return num_blocks + kept.num_blocks <= self.kv.num_free_blocks
 
     def admit(self, sequence: Sequence, hit: PrefixHit | None, kept: Kept, *, num_budget_tokens: int) -> int | None:
@@ -110,7 +114,7 @@ class Instance:
         num_hit_tokens = 0 if hit is None else hit.num_tokens
         num_missing = len(sequence.token_ids) - num_hit_tokens
         num_new_tokens = self._cut(sequence, num_hit_tokens, num_missing, num_budget_tokens)
-        options = self._options(hit, kept.num_blocks)
+        options = self._options(sequence, hit, kept.num_blocks)
         row = self._place(sequence, options, phase=Phase.PREFILL, num_new_tokens=num_new_tokens)
         if row is None:
             return None
@@ -134,7 +138,7 @@ class Instance:
             return False
         num_external_tokens = len(sequence.token_ids) - (0 if hit is None else hit.num_tokens)
         options = dataclasses.replace(
-            self._options(hit, kept.num_blocks), num_external_tokens=num_external_tokens, delay_caching=True
+            self._options(sequence, hit, kept.num_blocks), num_external_tokens=num_external_tokens, delay_caching=True
         )
         if self._place(sequence, options, phase=Phase.INCOMING, num_new_tokens=0) is None:
             return False
@@ -259,9 +263,10 @@ class Instance:
         )
         return self._grid.end_chunk(start, start + num_tokens, kept_lengths=kept_lengths) - start
 
-    def _options(self, hit: PrefixHit | None, num_reserved_blocks: int) -> AllocateOptions:
+    def _options(self, sequence: Sequence, hit: PrefixHit | None, num_reserved_blocks: int) -> AllocateOptions:
         return AllocateOptions(
             hit=hit,
+            num_encoder_tokens=sequence.ticket.num_encoder_tokens,
             full_sequence_must_fit=True,
             num_reserved_blocks=num_reserved_blocks,
             apply_watermark=self.batch.num_occupied > 0,
@@ -272,7 +277,13 @@ class Instance:
         row = self.batch.peek_free_row()
         if row is None:
             return None
-        self.rows.assign(row, sequence.token_ids, num_prompt_tokens=sequence.ticket.num_prompt_tokens)
+        ticket = sequence.ticket
+        self.rows.assign(
+            row,
+            sequence.token_ids,
+            num_prompt_tokens=ticket.num_prompt_tokens,
+            num_encoder_tokens=ticket.num_encoder_tokens,
+        )
         self.kv.start_row(row, sequence.hashes)
         if not self.kv.allocate(row, num_new_tokens, options):
             self.kv.free(row)
@@ -295,9 +306,13 @@ class Instance:
     def _new_row(self, row: int) -> NewRow:
         sequence = self.batch.sequences[row]
         assert sequence is not None, row
+        is_prefill = self.batch.phase[row] == Phase.PREFILL
         return NewRow(
             row=row,
             token_ids=self.rows.tokens(row).copy(),
             num_prompt_tokens=int(self.rows.num_prompt_tokens[row]),
             sampling=sequence.sampling_to_send(),
+            num_encoder_tokens=int(self.rows.num_encoder_tokens[row]),
+            # of a sequence that was handed over, the encoder's keys and values have come with its prompt's
+            encoder_token_ids=sequence.ticket.request.encoder_token_ids if is_prefill else None,
         )

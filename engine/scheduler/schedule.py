@@ -160,7 +160,7 @@ class StepScheduler:
             if hit is not None and instance.kv.is_deferred(hit):
                 instance.queue.remove(sequence)
                 deferred.append(sequence)
-                kept.keep_for_one(instance.kv.room.to_hold(len(sequence.token_ids), hit))
+                kept.keep_for_one(instance.num_blocks_to_hold(sequence, hit))
             elif sequence.is_ferried and not gate.reserve(sequence):
                 blocked_lanes.add(sequence.lane)
             elif not self._bring_in(draft, sequence, hit, kept=kept):
@@ -179,6 +179,8 @@ class StepScheduler:
             return False
         assert sequence.row is not None, sequence
         chunk = self._add_chunk(draft, sequence.row, num_tokens)
+        # the encoder's whole input is computed with the first chunk: the last one admitted may overdraw the budget
+        draft.num_budget_tokens -= sequence.ticket.num_encoder_tokens
         if not chunk.is_last:
             kept.num_blocks += self._instance.kv.room.to_finish(sequence.row)
         return True

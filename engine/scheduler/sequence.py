@@ -56,6 +56,12 @@ class Ticket:
         """Length of the prompt."""
         return len(self.request.prompt_token_ids)
 
+    @property
+    def num_encoder_tokens(self) -> int:
+        """Length of the encoder's input; 0 without one."""
+        encoder_token_ids = self.request.encoder_token_ids
+        return 0 if encoder_token_ids is None else len(encoder_token_ids)
+
     def mark_scheduled(self, now_s: float, *, num_cached_tokens: int) -> None:
         """Note the first time that anything of the request was planned; later admissions change nothing."""
         if self.first_scheduled_s is None:

@@ -16,6 +16,7 @@ from blockferry.engine.models.decoder import Decoder
 from blockferry.engine.models.ops import LayerOps
 from blockferry.engine.models.state_ops import StateOps
 from blockferry.engine.models.torch_state_ops import TorchStateOps
+from blockferry.engine.worker.inputs import EncoderInput
 from blockferry.engine.worker.model_runner import LayerByLayer, LayerCompute
 from blockferry.engine.worker.paged_caches import GroupMetadata, PagedCaches
 
@@ -77,3 +78,7 @@ class TapedWhereAccepted:
         if attention is not None and self._taped.accepts(attention):
             return self._taped.forward(x_TE, positions_T, attention)
         return self._otherwise.forward(x_TE, positions_T, metadata)
+
+    def encode(self, encoder_input: EncoderInput) -> None:
+        """See LayerCompute."""
+        self._otherwise.encode(encoder_input)

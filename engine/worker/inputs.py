@@ -2,7 +2,7 @@
 
 Owns nothing. Reorders rows so that decode rows (one token) come first; `last_token_R` undoes that.
 
-Legend: R rows, T tokens, M blocks of the longest row.
+Legend: R rows, T tokens, N tokens of an encoder's input, M blocks of the longest row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from blockferry.engine.models.state_ops import StateMetadata
 from blockferry.engine.request import BoolArray, Int32Array, Int64Array
 from blockferry.engine.rows import RowTable
 from blockferry.engine.wire import StepPlan
-from blockferry.engine.worker.block_table import slot_mapping
+from blockferry.engine.worker.block_table import PAD_SLOT_ID, slot_mapping
 from blockferry.engine.worker.paged_caches import GroupMetadata
 
 
@@ -46,7 +46,29 @@ class GroupTable:
 
     table: BlockTable
     block_size: int  # tokens
-    keeps_states: bool  # a block is the state after its last token that was computed, not the tokens themselves
+    keeps_states: bool = False  # a block is the state after its last token that was computed, not the tokens themselves
+    is_cross: bool = False  # the tokens are those of the encoder's input
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderInput:
+    """What an encoder reads for one row, and where the keys and values that come of it are written."""
+
+    token_ids_N: torch.Tensor  # int32
+    slots_N: tuple[torch.Tensor | None, ...]  # int64, per cache group; None: not of cross attention
+
+
+def encoder_input(
+    row: int, token_ids_N: Int32Array, groups: Sequence[GroupTable], *, device: torch.device
+) -> EncoderInput:
+    """Of a row whose block tables are up to date."""
+    positions_N = np.arange(len(token_ids_N))
+    rows_N = np.full(len(token_ids_N), row, np.int32)
+    slots_N = [
+        _to(slot_mapping(group.table, rows_N, positions_N, group.block_size), device) if group.is_cross else None
+        for group in groups
+    ]
+    return EncoderInput(token_ids_N=_to(token_ids_N, device), slots_N=tuple(slots_N))
 
 
 def build_inputs(plan: StepPlan, rows: RowTable, groups: Sequence[GroupTable], *, device: torch.device) -> StepInputs:
@@ -75,6 +97,7 @@ def build_inputs(plan: StepPlan, rows: RowTable, groups: Sequence[GroupTable], *
         seq_lens_R=seq_lens_R,
         query_lens_R=scheduled_R,
         query_start_R1=query_start_R1,
+        encoder_lens_T=rows.num_encoder_tokens[rows_T],
     )
     return StepInputs(
         token_ids_T=_to(rows.token_ids[rows_T, positions_T], device),
@@ -97,11 +120,14 @@ class _Batch:
     seq_lens_R: Int32Array
     query_lens_R: Int32Array
     query_start_R1: Int32Array
+    encoder_lens_T: Int32Array
 
 
 def _metadata(batch: _Batch, group: GroupTable, device: torch.device) -> GroupMetadata:
     if group.keeps_states:
         return GroupMetadata(states=_state_metadata(batch, group, device))
+    if group.is_cross:
+        return GroupMetadata(attention=_cross_metadata(batch, group, device))
     return GroupMetadata(attention=_attention_metadata(batch, group, device))
 
 
@@ -121,6 +147,25 @@ def _attention_metadata(batch: _Batch, group: GroupTable, device: torch.device) 
         slot_mapping_T=_to(slot_mapping(table, batch.rows_T, batch.positions_T, block_size), device),
         query_lens=batch.query_lens_R.tolist(),
         seq_lens=batch.seq_lens_R.tolist(),
+    )
+
+
+def _cross_metadata(batch: _Batch, group: GroupTable, device: torch.device) -> AttentionMetadata:
+    """Every token is a row of its own, the newest after all of the encoder's input: it sees all, and writes nothing."""
+    num_tokens, max_seq_len = len(batch.rows_T), int(batch.encoder_lens_T.max())
+    num_columns = -(-max_seq_len // group.block_size)
+    return AttentionMetadata(
+        num_rows=num_tokens,
+        num_decode_rows=num_tokens,
+        num_tokens=num_tokens,
+        max_query_len=1,
+        max_seq_len=max_seq_len,
+        query_start_R1=_to(np.arange(num_tokens + 1, dtype=np.int32), device),
+        seq_lens_R=_to(batch.encoder_lens_T, device),
+        block_table_RM=_to(group.table.block_ids[batch.rows_T, :num_columns], device),
+        slot_mapping_T=_to(np.full(num_tokens, PAD_SLOT_ID, np.int64), device),
+        query_lens=[1] * num_tokens,
+        seq_lens=batch.encoder_lens_T.tolist(),
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from blockferry.engine.models.decoder import Decoder
 from blockferry.engine.models.step import Step
 from blockferry.engine.request import Int64Array
-from blockferry.engine.worker.inputs import StepInputs
+from blockferry.engine.worker.inputs import EncoderInput, StepInputs
 from blockferry.engine.worker.paged_caches import GroupMetadata, PagedCaches
 from blockferry.engine.worker.parallel import Parallel
 
@@ -26,6 +26,9 @@ class LayerCompute(Protocol):
 
     def forward(self, x_TE: torch.Tensor, positions_T: torch.Tensor, metadata: Sequence[GroupMetadata]) -> torch.Tensor:
         """Hidden states [T, E] after the layers; metadata per cache group."""
+
+    def encode(self, encoder_input: EncoderInput) -> None:
+        """Encode one row's input into the pages of cross attention."""
 
 
 class ModelRunner:
@@ -37,6 +40,10 @@ class ModelRunner:
         self._layers = layers
         self._parallel = parallel
         self._hidden_TE = hidden_TE
+
+    def encode(self, encoder_input: EncoderInput) -> None:
+        """Encode one row's input, on every stage for itself. Before the first step that computes the row."""
+        self._layers.encode(encoder_input)
 
     def forward(self, inputs: StepInputs) -> torch.Tensor | None:
         """Compute the step: hidden states [T, E] on the last stage, None on others, which passed them on."""
@@ -69,3 +76,8 @@ class LayerByLayer:
         """See LayerCompute."""
         self._caches.begin(metadata)
         return self._model.forward(x_TE, Step(positions_T=positions_T, caches=self._caches))
+
+    def encode(self, encoder_input: EncoderInput) -> None:
+        """See LayerCompute."""
+        self._caches.begin_encoding(encoder_input.slots_N)
+        self._model.encode(encoder_input.token_ids_N, self._caches)

@@ -13,6 +13,7 @@ import torch
 from blockferry.engine.attention.base import AttentionBackend, AttentionMetadata, AttentionRule, LatentBackend
 from blockferry.engine.kv.model_layers import ModelLayers
 from blockferry.engine.kv.plan import KVCachePlan
+from blockferry.engine.kv.reach import EncoderReach
 from blockferry.engine.kv.spec import AttentionSpec
 from blockferry.engine.models.state_ops import StateMetadata
 from blockferry.engine.models.step import LayerStates
@@ -20,7 +21,10 @@ from blockferry.engine.models.step import LayerStates
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GroupMetadata:
-    """One cache group's view of one step; one of the two, by what the group stores."""
+    """One cache group's view of one step; one of the two, by what the group stores.
+
+    A group of cross attention stores an encoder's input: each token of the step is a row that writes nothing there.
+    """
 
     attention: AttentionMetadata | None = None
     states: StateMetadata | None = None
@@ -36,22 +40,30 @@ class LayerPages:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StagePages:
-    """Pages of a stage's layers by layer number, of those that attend and of those that keep a state."""
+    """Pages of a stage's layers by layer number: of those that attend, keep a state, attend to an encoder's input."""
 
     attention: Mapping[int, LayerPages]
     states: Mapping[int, LayerPages]
+    cross: Mapping[int, LayerPages] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: KVCachePlan, model: ModelLayers, views: Mapping[int, tuple[torch.Tensor, ...]]) -> StagePages:
         """From a plan, whose layer ids count the caches of `model`, and its views per layer id."""
         attention: dict[int, LayerPages] = {}
         states: dict[int, LayerPages] = {}
+        cross: dict[int, LayerPages] = {}
         for region in plan.regions:
             for layer_id in region.layer_ids:
                 pages = LayerPages(group=region.group, tensors=views[layer_id])
-                is_attention = isinstance(model.layers[layer_id], AttentionSpec)
-                (attention if is_attention else states)[model.layer_numbers[layer_id]] = pages
-        return cls(attention=attention, states=states)
+                match model.layers[layer_id]:
+                    case AttentionSpec(reach=EncoderReach()):
+                        kind = cross
+                    case AttentionSpec():
+                        kind = attention
+                    case _:
+                        kind = states
+                kind[model.layer_numbers[layer_id]] = pages
+        return cls(attention=attention, states=states, cross=cross)
 
 
 class PagedCaches:
@@ -62,6 +74,11 @@ class PagedCaches:
         self._attention = attention
         self._latent = latent
         self._metadata: Sequence[GroupMetadata] = ()
+        self._cross_slots_N: Sequence[torch.Tensor | None] = ()
+
+    def begin_encoding(self, slots_N: Sequence[torch.Tensor | None]) -> None:
+        """One row's encoder input is about to be encoded; slots [N] (int64) per cache group, None: not of it."""
+        self._cross_slots_N = slots_N
 
     def begin(self, metadata: Sequence[GroupMetadata]) -> None:
         """A step begins; one entry per cache group."""
@@ -85,6 +102,25 @@ class PagedCaches:
         assert metadata is not None, (layer, pages.group)
         return self._latent.forward(
             q_THR, latent_TR, kv_cache=pages.tensors[0], metadata=metadata, rule=rule, value_dim=value_dim
+        )
+
+    def write_cross(self, layer: int, k_NKD: torch.Tensor, v_NKD: torch.Tensor) -> None:
+        """See Caches."""
+        pages = self.pages.cross[layer]
+        slots_N, kv_cache = self._cross_slots_N[pages.group], pages.tensors[0]
+        assert slots_N is not None, (layer, pages.group)
+        block_size = kv_cache.shape[2]
+        kv_NKC = torch.cat((k_NKD, v_NKD), dim=-1).to(kv_cache.dtype)
+        kv_cache[slots_N // block_size, :, slots_N % block_size] = kv_NKC
+
+    def attend_cross(self, layer: int, q_THD: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+        """See Caches."""
+        pages = self.pages.cross[layer]
+        metadata, kv_cache = self._metadata[pages.group].attention, pages.tensors[0]
+        assert metadata is not None, (layer, pages.group)
+        unwritten_TKD = q_THD[:, : kv_cache.shape[1]]  # of the right shape: no slot asks for it
+        return self._attention.forward(
+            q_THD, unwritten_TKD, unwritten_TKD, kv_cache=kv_cache, metadata=metadata, rule=rule
         )
 
     def states(self, layer: int) -> LayerStates:

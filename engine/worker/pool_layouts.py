@@ -7,7 +7,7 @@ Arithmetic on the plan, without torch. What page_views.py turns into tensors is 
     latent    the vector                                  one, on every rank      block_size
     state     all of a layer's state, its page's content  one, the rank's own     one
 
-Groups that no other sequence and no peer ever reads (scratch rings, encoders) have no layout.
+Scratch rings, which no other sequence and no peer ever reads, have no layout.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Rank:
         spec = region.spec
         if isinstance(spec, MambaSpec):
             yield self._state(region, spec, num_blocks)
-        elif isinstance(spec, AttentionSpec) and spec.prefix_cacheable:
+        elif isinstance(spec, AttentionSpec):
             yield self._attention(region, spec, num_blocks)
 
     def _state(self, region: PageRegion, spec: MambaSpec, num_blocks: int) -> PoolLayout:

@@ -17,9 +17,11 @@ _ROW = np.zeros(1, np.int32)
 _SAMPLE = np.ones(1, np.bool_)
 
 
-def warm_up_plans(spec: WorkerSpec, ledger: KVCacheConfig) -> list[StepPlan]:
-    """Plans for a pool of the ledger's blocks; none where not even two tokens fit."""
+def warm_up_plans(spec: WorkerSpec, ledger: KVCacheConfig, max_num_encoder_tokens: int = 0) -> list[StepPlan]:
+    """Plans for a pool of the ledger's blocks; none where not even two tokens fit. An encoder reads the same prompt."""
     num_tokens = min(MAX_TOKENS, spec.max_num_batched_tokens, spec.max_model_len - 1)
+    if max_num_encoder_tokens:
+        num_tokens = min(num_tokens, max_num_encoder_tokens - 1)  # blocks are given for one token more
     while num_tokens and not _fits(ledger, num_tokens + 1):
         num_tokens -= 1
     if num_tokens < 1:
@@ -29,6 +31,8 @@ def warm_up_plans(spec: WorkerSpec, ledger: KVCacheConfig) -> list[StepPlan]:
         token_ids=np.ones(num_tokens, np.int32),
         num_prompt_tokens=num_tokens,
         sampling=SamplingParams(temperature=0.0, seed=0),
+        num_encoder_tokens=num_tokens if max_num_encoder_tokens else 0,
+        encoder_token_ids=np.ones(num_tokens, np.int32) if max_num_encoder_tokens else None,
     )
     return [
         StepPlan(

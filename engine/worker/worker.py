@@ -18,6 +18,7 @@ from blockferry.engine.kv.block_table import BlockTable
 from blockferry.engine.kv.instance_plan import InstancePlan
 from blockferry.engine.kv.model_config import ModelConfig
 from blockferry.engine.kv.model_families import kv_head_span
+from blockferry.engine.kv.model_layers import ModelLayers
 from blockferry.engine.kv.reach import SequenceLimits, SpecKind
 from blockferry.engine.kv.spec import KVCacheGroup
 from blockferry.engine.models.decoder import Decoder
@@ -25,6 +26,7 @@ from blockferry.engine.models.loader import fingerprint
 from blockferry.engine.models.registry import ModelParts, load_model
 from blockferry.engine.models.sharding import Span
 from blockferry.engine.models.weights import Placement
+from blockferry.engine.request import Int32Array
 from blockferry.engine.rows import RowTable
 from blockferry.engine.wire import StepPlan, StepResult
 from blockferry.engine.worker.backends import (
@@ -36,7 +38,7 @@ from blockferry.engine.worker.backends import (
     state_ops,
 )
 from blockferry.engine.worker.block_table import apply_deltas
-from blockferry.engine.worker.inputs import GroupTable, build_inputs
+from blockferry.engine.worker.inputs import GroupTable, build_inputs, encoder_input
 from blockferry.engine.worker.model_runner import ModelRunner
 from blockferry.engine.worker.outputs import NOTHING, OutputStage, StepOutcome, num_sampled
 from blockferry.engine.worker.page_views import PageViews
@@ -63,6 +65,7 @@ class Worker:
         self._groups: list[GroupTable] = []
         self._tables: list[BlockTable] = []
         self._sampling = SamplingState(spec.max_rows)
+        self._unencoded: dict[int, Int32Array] = {}  # by row: an encoder's input that is still to be read
         self._parallel: Parallel | None = None
         self._model: Decoder | None = None
         self._cache: _Cache | None = None
@@ -126,7 +129,7 @@ class Worker:
             parallel=self._parallel,
             hidden_TE=torch.empty(hidden_shape, dtype=self._dtype, device=self._device),
         )
-        self._groups = [self._group_table(group) for group in plan.ledger.groups]
+        self._groups = [self._group_table(group, plan.model) for group in plan.ledger.groups]
         self._tables = [group.table for group in self._groups]
         self._cache = _Cache(
             plan=plan,
@@ -138,7 +141,7 @@ class Worker:
     def warm_up(self) -> None:
         """Compile whatever the first request would have to wait for. After init_cache(); all ranks at once."""
         assert self._cache is not None, "init_cache() comes first"
-        for plan in warm_up_plans(self.spec, self._cache.plan.ledger):
+        for plan in warm_up_plans(self.spec, self._cache.plan.ledger, self._cache.plan.model.num_encoder_tokens):
             self.execute(plan)
 
     @property
@@ -146,13 +149,20 @@ class Worker:
         config = ModelConfig(self.model.header.values)
         return kv_head_span(config, tp_rank=self.spec.tp_rank, tp_size=self.spec.tp_size)
 
-    def _group_table(self, group: KVCacheGroup) -> GroupTable:
+    def _group_table(self, group: KVCacheGroup, model: ModelLayers) -> GroupTable:
         spec = group.spec
         limits = SequenceLimits(
-            max_model_len=self.spec.max_model_len + 1, max_in_flight_tokens=self.spec.max_num_batched_tokens
+            max_model_len=self.spec.max_model_len + 1,
+            max_in_flight_tokens=self.spec.max_num_batched_tokens,
+            max_num_encoder_tokens=model.num_encoder_tokens,
         )
         table = BlockTable(max_rows=self.spec.max_rows, max_blocks=spec.max_num_blocks_per_req(limits) + 1)
-        return GroupTable(table=table, block_size=spec.tokens_per_block, keeps_states=spec.kind is SpecKind.MAMBA)
+        return GroupTable(
+            table=table,
+            block_size=spec.tokens_per_block,
+            keeps_states=spec.kind is SpecKind.MAMBA,
+            is_cross=spec.kind is SpecKind.CROSS_ATTENTION,
+        )
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult | None:
@@ -173,10 +183,18 @@ class Worker:
         """Rows, tables and pages as the plan wants them before it is computed."""
         for row in plan.freed_rows.tolist():
             self._rows.clear(row)
+            self._unencoded.pop(row, None)
             for table in self._tables:
                 table.clear(row)
         for new_row in plan.new_rows:
-            self._rows.assign(new_row.row, new_row.token_ids, num_prompt_tokens=new_row.num_prompt_tokens)
+            self._rows.assign(
+                new_row.row,
+                new_row.token_ids,
+                num_prompt_tokens=new_row.num_prompt_tokens,
+                num_encoder_tokens=new_row.num_encoder_tokens,
+            )
+            if new_row.encoder_token_ids is not None:
+                self._unencoded[new_row.row] = new_row.encoder_token_ids
             self._sampling.assign(new_row)
         apply_deltas(self._tables, plan.deltas)
         if len(plan.copies) or len(plan.zero):
@@ -189,6 +207,9 @@ class Worker:
         cache, parallel = self._cache, self._parallel
         assert parallel is not None, "load() comes first"
         assert cache is not None, "init_cache() comes first"
+        for row in [row for row in plan.rows.tolist() if row in self._unencoded]:  # one by one, to bound memory
+            input_N = self._unencoded.pop(row)
+            cache.runner.encode(encoder_input(row, input_N, self._groups, device=self._device))
         inputs = build_inputs(plan, self._rows, self._groups, device=self._device)
         hidden_TE = cache.runner.forward(inputs)
         outcome = StepOutcome(token_ids=np.zeros(num_sampled(plan), np.int32))

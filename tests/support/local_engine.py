@@ -101,13 +101,16 @@ def make_instance(instance_id: str, role: Role, plan: InstancePlan, options: Eng
         enable_caching=options.enable_caching,
         watermark=0.0,
         max_in_flight_tokens=options.max_num_batched_tokens * options.num_steps_in_flight,
+        max_num_encoder_tokens=plan.model.num_encoder_tokens,
     )
     kv = KVCacheManager(plan.ledger, rows, options=ledger_options)
     num_ranks = options.tp_size * options.pp_size
     return Instance(instance_id, role, config=config, kv=kv, rows=rows, num_ranks=num_ranks)
 
 
-def make_request(handle: int, prompt: Sequence[int], num_output: int) -> Request:
+def make_request(
+    handle: int, prompt: Sequence[int], num_output: int, *, encoder_input: Sequence[int] | None = None
+) -> Request:
     """A greedy request."""
     return Request(
         request_id=str(handle),
@@ -115,6 +118,7 @@ def make_request(handle: int, prompt: Sequence[int], num_output: int) -> Request
         prompt_token_ids=np.array(prompt, np.int32),
         sampling=SamplingParams(temperature=0.0, seed=0, max_tokens=num_output),
         arrival_s=0.0,
+        encoder_token_ids=None if encoder_input is None else np.array(encoder_input, np.int32),
     )
 
 
@@ -154,9 +158,20 @@ class LocalEngine:
         self._executor = executor
         self._next_handle = 0
 
-    def generate(self, prompts: Sequence[Sequence[int]], num_output: int) -> list[list[int]]:
-        """Greedy continuations of prompts that arrive together; audits scheduler and ledger after every step."""
-        outputs: dict[int, list[int]] = {self._add(prompt, num_output): [] for prompt in prompts}
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_output: int,
+        *,
+        encoder_inputs: Sequence[Sequence[int] | None] | None = None,
+    ) -> list[list[int]]:
+        """Greedy continuations of prompts that arrive together; audits scheduler and ledger after every step.
+
+        Of an encoder-decoder, prompts are the decoder's.
+        """
+        inputs = encoder_inputs or [None] * len(prompts)
+        added = [self._add(prompt, num_output, one) for prompt, one in zip(prompts, inputs, strict=True)]
+        outputs: dict[int, list[int]] = {handle: [] for handle in added}
         pending = set(outputs)
         while pending:
             plan = self.central.plan(INSTANCE)
@@ -172,8 +187,8 @@ class LocalEngine:
             pending -= {finished.handle for finished in output.finished}
         return list(outputs.values())
 
-    def _add(self, prompt: Sequence[int], num_output: int) -> int:
+    def _add(self, prompt: Sequence[int], num_output: int, encoder_input: Sequence[int] | None) -> int:
         handle, self._next_handle = self._next_handle, self._next_handle + 1
-        request = make_request(handle, prompt, num_output)
+        request = make_request(handle, prompt, num_output, encoder_input=encoder_input)
         self.central.add(request, Route(prefill=INSTANCE, decode=INSTANCE))
         return handle

@@ -56,13 +56,23 @@ class LocalPair:
         self.num_ferried_bytes = 0
         self._next_handle = 0
 
-    def generate(self, prompts: Sequence[Sequence[int]], num_output: int) -> list[list[int]]:
-        """Greedy continuations of prompts that arrive together; audits all ledgers after every step."""
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_output: int,
+        *,
+        encoder_inputs: Sequence[Sequence[int] | None] | None = None,
+    ) -> list[list[int]]:
+        """Greedy continuations of prompts that arrive together; audits all ledgers after every step.
+
+        Of an encoder-decoder, prompts are the decoder's.
+        """
         outputs: dict[int, list[int]] = {}
-        for prompt in prompts:
+        for prompt, encoder_input in zip(prompts, encoder_inputs or [None] * len(prompts), strict=True):
             self._next_handle += 1
             outputs[self._next_handle] = []
-            self.central.add(make_request(self._next_handle, prompt, num_output), Route(prefill=PREFILL, decode=DECODE))
+            request = make_request(self._next_handle, prompt, num_output, encoder_input=encoder_input)
+            self.central.add(request, Route(prefill=PREFILL, decode=DECODE))
         pending, deadline_s = set(outputs), time.monotonic() + TIMEOUT_S
         while pending:
             assert time.monotonic() < deadline_s, f"{len(pending)} requests are stuck"
