@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from blockferry.kernels.fp8 import CacheScales, check_cache
 from blockferry.kernels.latent_tile import attend_latent_tile, check_latent_dims, latent_config, window_of
 from blockferry.kernels.launch import FLOAT_DTYPES, check_tensor, num_processors, target_of
 from blockferry.kernels.online_softmax import LOG2_E, tile_of
@@ -36,24 +37,32 @@ def latent_decode(
     scale: float,
     window: int | None,
     out_RHV: torch.Tensor,
+    scales: CacheScales | None = None,
 ) -> torch.Tensor:
     """Fill and return out_RHV: row r attends to the last `window` of its first seq_lens[r] latents.
 
-    kv_cache is a [B, N, C] view. A row of length 0 yields zeros. total_seq_len and max_seq_len (host values, need not
-    be exact; max_seq_len must be an upper bound) choose the split. Raises ValueError for arguments of another shape or
-    dtype.
+    kv_cache is a [B, N, C] view, in fp8 where there are scales. A row of length 0 yields zeros. total_seq_len and
+    max_seq_len (host values, need not be exact; max_seq_len must be an upper bound) choose the split. Raises ValueError
+    for arguments of another shape or dtype.
     """
     num_rows, num_heads, latent_dim = q_RHC.shape
     value_dim = out_RHV.shape[2]
     check_latent_dims(latent_dim, value_dim)
     check_tensor("q", q_RHC, shape=(num_rows, num_heads, latent_dim), dtypes=FLOAT_DTYPES)
-    check_tensor("kv_cache", kv_cache, shape=(None, None, latent_dim), dtypes=(q_RHC.dtype,))
+    check_cache(kv_cache, scales, shape=(None, None, latent_dim), dtypes=(q_RHC.dtype,))
     check_tensor("block_table", block_table_RM, shape=(num_rows, None), dtypes=(torch.int32,))
     check_tensor("seq_lens", seq_lens_R, shape=(num_rows,), dtypes=(torch.int32,))
     check_tensor("out", out_RHV, shape=(num_rows, num_heads, value_dim), dtypes=(q_RHC.dtype,))
     if not num_rows:
         return out_RHV
-    config = latent_config(num_heads, latent_dim, value_dim, dtype=q_RHC.dtype, target=target_of(q_RHC.device))
+    config = latent_config(
+        num_heads,
+        latent_dim,
+        value_dim,
+        dtype=q_RHC.dtype,
+        target=target_of(q_RHC.device),
+        cache_dtype=kv_cache.dtype,
+    )
     head_tiles = triton.cdiv(num_heads, config.tile_m)
     reach = window_of(window)
     longest = min(max_seq_len, reach)
@@ -75,6 +84,7 @@ def latent_decode(
         seq_lens_R,
         parts_RHPV,
         lse_RHP,
+        q_RHC if scales is None else scales.k_K,
         scale * LOG2_E,
         reach,
         split_size,
@@ -96,6 +106,7 @@ def latent_decode(
         TILE_S=config.tile_s,
         TILE_V=tile_of(value_dim),
         TILE_W=tile_of(latent_dim - value_dim),
+        HAS_SCALE=scales is not None,
         IS_SPLIT=num_splits > 1,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -128,6 +139,7 @@ def latent_decode_kernel(
     seq_lens_ptr: tl.tensor,  # int32 [R]
     parts_ptr: tl.tensor,  # [R, H, P, V]: float32 where split, else the output itself
     lse_ptr: tl.tensor,  # float32 [R, H, P]: log2 of the sum of exponentials; unused where not split
+    cache_scale_ptr: tl.tensor,  # float32 [1], read with HAS_SCALE only
     scale_log2: tl.tensor,
     window: tl.tensor,
     split_size: tl.tensor,
@@ -149,6 +161,7 @@ def latent_decode_kernel(
     TILE_S: tl.constexpr,
     TILE_V: tl.constexpr,
     TILE_W: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ) -> None:
     """One program: TILE_H heads of one row over at most split_size latents. Head tiles of a row run side by side.
@@ -177,6 +190,8 @@ def latent_decode_kernel(
     first_pos = tl.zeros([TILE_H], tl.int32) + first
     last_pos = tl.zeros([TILE_H], tl.int32) + (seq_len - 1)
     acc = tl.zeros([TILE_H, TILE_V], tl.float32)
+    if HAS_SCALE:
+        scale_log2 = scale_log2 * tl.load(cache_scale_ptr)
     row_max = tl.full([TILE_H], -1e30, tl.float32)
     row_sum = tl.zeros([TILE_H], tl.float32)
     for start in range(begin, end, TILE_S):
@@ -186,6 +201,8 @@ def latent_decode_kernel(
         )  # fmt: skip
     total = tl.where(row_sum > 0, row_sum, 1.0)  # a row of length 0 yields zeros
     out = acc / total[:, None]
+    if HAS_SCALE:
+        out = out * tl.load(cache_scale_ptr)
     part_ptrs = parts_ptr + row * stride_pr + heads[:, None] * stride_ph + split * stride_pp + dims_v
     tl.store(part_ptrs, out.to(parts_ptr.dtype.element_ty), mask=is_head & (dims_v < V))
     if IS_SPLIT:

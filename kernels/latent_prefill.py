@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from blockferry.kernels.fp8 import CacheScales, check_cache
 from blockferry.kernels.latent_tile import attend_latent_tile, check_latent_dims, latent_config, window_of
 from blockferry.kernels.launch import FLOAT_DTYPES, check_tensor, target_of
 from blockferry.kernels.online_softmax import LOG2_E, tile_of
@@ -30,17 +31,19 @@ def latent_prefill(
     scale: float,
     window: int | None,
     out_THV: torch.Tensor,
+    scales: CacheScales | None = None,
 ) -> torch.Tensor:
     """Fill out_THV for tokens query_start[0]..query_start[R] and return it; row r's queries are its last ones.
 
     num_tokens (host) is at least query_start[R] - query_start[0]. The chunk's latents must be in the pages already.
-    kv_cache is a [B, N, C] view. Raises ValueError for arguments of another shape or dtype.
+    kv_cache is a [B, N, C] view, in fp8 where there are scales. Raises ValueError for arguments of another shape
+    or dtype.
     """
     _, num_heads, latent_dim = q_THC.shape
     value_dim, num_rows = out_THV.shape[2], seq_lens_R.shape[0]
     check_latent_dims(latent_dim, value_dim)
     check_tensor("q", q_THC, shape=(None, num_heads, latent_dim), dtypes=FLOAT_DTYPES)
-    check_tensor("kv_cache", kv_cache, shape=(None, None, latent_dim), dtypes=(q_THC.dtype,))
+    check_cache(kv_cache, scales, shape=(None, None, latent_dim), dtypes=(q_THC.dtype,))
     check_tensor("block_table", block_table_RM, shape=(num_rows, None), dtypes=(torch.int32,))
     check_tensor("query_start", query_start_R1, shape=(num_rows + 1,), dtypes=(torch.int32,))
     check_tensor("seq_lens", seq_lens_R, shape=(num_rows,), dtypes=(torch.int32,))
@@ -48,7 +51,14 @@ def latent_prefill(
     if not num_rows or not num_tokens:
         return out_THV
     num_tile_rows = num_heads * num_tokens
-    config = latent_config(num_tile_rows, latent_dim, value_dim, dtype=q_THC.dtype, target=target_of(q_THC.device))
+    config = latent_config(
+        num_tile_rows,
+        latent_dim,
+        value_dim,
+        dtype=q_THC.dtype,
+        target=target_of(q_THC.device),
+        cache_dtype=kv_cache.dtype,
+    )
     tile_h = min(num_heads, config.tile_m)
     tile_q = config.tile_m // tile_h
     latent_prefill_kernel[(triton.cdiv(num_heads, tile_h) * (num_tokens // tile_q + num_rows),)](
@@ -58,6 +68,7 @@ def latent_prefill(
         query_start_R1,
         seq_lens_R,
         out_THV,
+        q_THC if scales is None else scales.k_K,
         scale * LOG2_E,
         window_of(window),
         num_rows,
@@ -78,6 +89,7 @@ def latent_prefill(
         TILE_S=config.tile_s,
         TILE_V=tile_of(value_dim),
         TILE_W=tile_of(latent_dim - value_dim),
+        HAS_SCALE=scales is not None,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -92,6 +104,7 @@ def latent_prefill_kernel(
     query_start_ptr: tl.tensor,  # int32 [R + 1]
     seq_lens_ptr: tl.tensor,  # int32 [R]
     out_ptr: tl.tensor,  # [T, H, V]
+    cache_scale_ptr: tl.tensor,  # float32 [1], read with HAS_SCALE only
     scale_log2: tl.tensor,
     window: tl.tensor,
     num_rows: tl.tensor,
@@ -112,6 +125,7 @@ def latent_prefill_kernel(
     TILE_S: tl.constexpr,
     TILE_V: tl.constexpr,
     TILE_W: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
 ) -> None:
     """One program: TILE_Q queries of one row times TILE_H heads over every latent they see.
 
@@ -157,6 +171,8 @@ def latent_prefill_kernel(
     last_pos = context + queries
     first_pos = last_pos + 1 - window
     acc = tl.zeros([TILE_M, TILE_V], tl.float32)
+    if HAS_SCALE:
+        scale_log2 = scale_log2 * tl.load(cache_scale_ptr)
     row_max = tl.full([TILE_M], -1e30, tl.float32)
     row_sum = tl.zeros([TILE_M], tl.float32)
     begin = tl.maximum(context + first_query + 1 - window, 0)
@@ -167,6 +183,8 @@ def latent_prefill_kernel(
             stride_cb, stride_cn, N, V, W, TILE_S, TILE_V, TILE_W,
         )  # fmt: skip
     out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+    if HAS_SCALE:
+        out = out * tl.load(cache_scale_ptr)
     out_ptrs = out_ptr + tokens[:, None] * stride_ot + heads[:, None] * stride_oh + dims_v
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_real & (dims_v < V))
 

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from blockferry.kernels.fp8 import FP8
 from blockferry.kernels.launch import Target
 from blockferry.kernels.online_softmax import TileConfig, stages_for, tile_of
 
@@ -39,21 +40,31 @@ def window_of(window: int | None) -> int:
     return NO_WINDOW if window is None else window
 
 
-def latent_config(num_rows: int, latent_dim: int, value_dim: int, *, dtype: torch.dtype, target: Target) -> TileConfig:
+def latent_config(
+    num_rows: int,
+    latent_dim: int,
+    value_dim: int,
+    *,
+    dtype: torch.dtype,
+    target: Target,
+    cache_dtype: torch.dtype | None = None,
+) -> TileConfig:
     """Tile sizes by reason, not by tuning, for tiles that can fill num_rows query rows.
 
     Hopper's matrix unit takes 64 rows at once, whose accumulator fills half of the registers of a processor: 64 x 512
     in float32. Other GPUs take 16 rows, for which the registers of 4 warps suffice, but for NVIDIA's float32 products,
     which are made of registers. Latents get what shared memory remains, 32 at most: 3 tiles of 36 KB (576 dims in
     bfloat16) beside queries of 72 KB on an H200. AMD's queries stay in registers.
+    Latents in fp8 take registers once more while they are converted, for which 64 rows leave no room.
     """
-    is_wide = target is Target.HOPPER and dtype is not torch.float32 and num_rows > 16
+    is_fp8 = cache_dtype is FP8
+    is_wide = target is Target.HOPPER and dtype is not torch.float32 and num_rows > 16 and not is_fp8
     tile_m = 64 if is_wide else 16
     row_bytes = (tile_of(value_dim) + tile_of(latent_dim - value_dim)) * dtype.itemsize
     num_tiles = 1 if target is Target.CDNA else 3
     room_bytes = target.shared_bytes * 15 // 16 - tile_m * row_bytes
-    tile_s = 32 if room_bytes >= 32 * row_bytes * num_tiles else 16
-    if room_bytes < tile_s * row_bytes * num_tiles:
+    tile_s = 32 if room_bytes >= 32 * row_bytes * num_tiles and not is_fp8 else 16
+    if room_bytes < tile_s * row_bytes * num_tiles or (is_fp8 and dtype is torch.float32):
         num_tiles = 1
     return TileConfig(
         tile_m=tile_m,
@@ -76,7 +87,7 @@ def attend_latent_tile(
     end: tl.tensor,  # no latent at or past it is read
     first_pos: tl.tensor,  # int32 [M], first position each query may see
     last_pos: tl.tensor,  # int32 [M], last one
-    scale_log2: tl.tensor,
+    scale_log2: tl.tensor,  # times the latents' scale where they are fp8
     stride_cb: tl.tensor,
     stride_cn: tl.tensor,
     N: tl.constexpr,
@@ -97,8 +108,8 @@ def attend_latent_tile(
     blocks = tl.load(table_ptr + positions // N, mask=is_read, other=0)
     entries = blocks.to(tl.int64) * stride_cb + (positions % N) * stride_cn
     entry_ptrs = cache_ptr + entries[:, None]
-    value = tl.load(entry_ptrs + dims_v, mask=is_read[:, None] & (dims_v < V), other=0.0)
-    rotated = tl.load(entry_ptrs + V + dims_w, mask=is_read[:, None] & (dims_w < W), other=0.0)
+    value = tl.load(entry_ptrs + dims_v, mask=is_read[:, None] & (dims_v < V), other=0.0).to(q_v.dtype)  # of fp8
+    rotated = tl.load(entry_ptrs + V + dims_w, mask=is_read[:, None] & (dims_w < W), other=0.0).to(q_v.dtype)
     scores = tl.dot(q_v, tl.trans(value), input_precision="ieee")
     scores = tl.dot(q_w, tl.trans(rotated), scores, input_precision="ieee") * scale_log2
     is_seen = (positions[None, :] >= first_pos[:, None]) & (positions[None, :] <= last_pos[:, None]) & is_read[None, :]

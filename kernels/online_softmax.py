@@ -91,7 +91,7 @@ def attend_tile(
     low: tl.tensor,  # no key before it is read; used with WINDOW or CHUNK only
     end: tl.tensor,  # no key at or past it is read
     last_pos: tl.tensor,  # int32 [M], last key position each query may see, before end
-    factor: tl.tensor,  # TileTerms.factor
+    factor: tl.tensor,  # TileTerms.factor, times the keys' scale where they are fp8
     stride_cb: tl.tensor,
     stride_cn: tl.tensor,
     N: tl.constexpr,
@@ -117,7 +117,7 @@ def attend_tile(
         blocks = tl.load(table_ptr + positions // N)
     entries = blocks.to(tl.int64) * stride_cb + (positions % N) * stride_cn
     entry_ptrs = head_ptr + entries[:, None] + dims
-    k = tl.load(entry_ptrs, mask=mask, other=0.0)
+    k = tl.load(entry_ptrs, mask=mask, other=0.0).to(q.dtype)  # of fp8; every value has one in q's type
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * factor
     if SOFT_CAP > 0:  # tanh x = 1 - 2 / (1 + exp 2x)
         scores = SOFT_CAP - 2 * SOFT_CAP / (1 + tl.exp2(scores))
@@ -130,6 +130,6 @@ def attend_tile(
     weights = tl.exp2(scores - new_max[:, None])
     decay = tl.exp2(row_max - new_max)
     row_sum = row_sum * decay + tl.sum(weights, 1)
-    v = tl.load(entry_ptrs + D, mask=mask, other=0.0)
+    v = tl.load(entry_ptrs + D, mask=mask, other=0.0).to(q.dtype)
     acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
     return acc, new_max, row_sum

@@ -23,6 +23,7 @@ from blockferry.kernels.attention_terms import (
     longest_reach,
     seen_keys,
 )
+from blockferry.kernels.fp8 import FP8, check_cache, dequantise_kv
 from blockferry.kernels.launch import (
     FLOAT_DTYPES,
     Target,
@@ -71,7 +72,7 @@ def paged_decode(
     check_head_dim(head_dim)
     group = check_group(num_heads, num_kv_heads)
     check_tensor("q", q_RHD, shape=(num_rows, num_heads, head_dim), dtypes=FLOAT_DTYPES)
-    check_tensor("kv_cache", kv_cache, shape=(None, num_kv_heads, None, 2 * head_dim), dtypes=(q_RHD.dtype,))
+    check_cache(kv_cache, rule.scales, shape=(None, num_kv_heads, None, 2 * head_dim), dtypes=(q_RHD.dtype,))
     check_tensor("block_table", block_table_RM, shape=(num_rows, None), dtypes=(torch.int32,))
     check_tensor("seq_lens", seq_lens_R, shape=(num_rows,), dtypes=(torch.int32,))
     check_tensor("out", out_RHD, shape=tuple(q_RHD.shape), dtypes=(q_RHD.dtype,))
@@ -79,7 +80,7 @@ def paged_decode(
         check_tensor("sinks", rule.sinks_H, shape=(num_heads,), dtypes=(torch.float32,))
     if not num_rows:
         return out_RHD
-    config = decode_config(head_dim, q_RHD.dtype, target_of(q_RHD.device))
+    config = decode_config(head_dim, q_RHD.dtype, target_of(q_RHD.device), cache_dtype=kv_cache.dtype)
     tile_g = min(max(config.tile_m, triton.next_power_of_2(group)), MAX_HEADS_PER_TILE)
     head_tiles = num_kv_heads * triton.cdiv(group, tile_g)
     terms, max_keys = tile_terms(rule), longest_reach(rule, max_seq_len)
@@ -102,6 +103,8 @@ def paged_decode(
         parts_RHPD,
         lse_RHP,
         q_RHD if rule.sinks_H is None else rule.sinks_H,
+        q_RHD if rule.scales is None else rule.scales.k_K,
+        q_RHD if rule.scales is None else rule.scales.v_K,
         terms.factor,
         split_size,
         q_RHD.stride(0),
@@ -125,6 +128,7 @@ def paged_decode(
         CHUNK=terms.chunk,
         SOFT_CAP=terms.soft_cap,
         HAS_SINKS=rule.sinks_H is not None,
+        HAS_SCALES=rule.scales is not None,
         IS_SPLIT=num_splits > 1,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -150,18 +154,21 @@ def paged_decode(
     return out_RHD
 
 
-def decode_config(head_dim: int, dtype: torch.dtype, target: Target) -> TileConfig:
+def decode_config(
+    head_dim: int, dtype: torch.dtype, target: Target, *, cache_dtype: torch.dtype | None = None
+) -> TileConfig:
     """Tile sizes by reason, not by tuning: enough key bytes in flight to cover the memory's latency.
 
     A processor of an H200 must keep 4.8 TB/s * 0.7 us / 132 = 25 KB in flight; three resident programs with two tiles
     of 32 KB each (k and v of 64 keys of D = 128 in bfloat16) keep more than that. Other GPUs need half, and have less
-    shared memory.
+    shared memory. A tile of fp8 takes registers once more while it is converted, of which float32 has none to spare.
     """
     key_bytes = 2 * tile_of(head_dim) * dtype.itemsize
+    is_short = dtype is torch.float32 and cache_dtype is FP8
     tile_bytes = (32 if target is Target.HOPPER else 16) << 10
     return TileConfig(
         tile_m=16,
-        tile_s=max(16, min(128, tile_bytes // key_bytes)),
+        tile_s=16 if is_short else max(16, min(128, tile_bytes // key_bytes)),
         num_warps=8 if dtype is torch.float32 else 4,  # float32 products are made of registers
         num_stages=2 if target is Target.CDNA else stages_for(2),
     )
@@ -183,6 +190,8 @@ def paged_decode_kernel(
     parts_ptr: tl.tensor,  # [R, H, P, D]: float32 where split, else the output itself
     lse_ptr: tl.tensor,  # float32 [R, H, P]: log2 of the sum of exponentials; unused where not split
     sinks_ptr: tl.tensor,  # float32 [H], read with HAS_SINKS only
+    k_scales_ptr: tl.tensor,  # float32 [K], as v_scales read with HAS_SCALES only
+    v_scales_ptr: tl.tensor,
     factor: tl.tensor,  # TileTerms.factor
     split_size: tl.tensor,
     stride_qr: tl.tensor,
@@ -206,6 +215,7 @@ def paged_decode_kernel(
     CHUNK: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ) -> None:
     """One program: TILE_G heads of one kv head of one row over at most split_size keys.
@@ -232,6 +242,8 @@ def paged_decode_kernel(
     mask = (group < G)[:, None] & (dims < D)[None, :]
     q = tl.load(q_ptr + row * stride_qr + heads[:, None] * stride_qh + dims[None, :], mask=mask, other=0.0)
     head_ptr = cache_ptr + kv_head.to(tl.int64) * stride_ck
+    if HAS_SCALES:
+        factor = factor * tl.load(k_scales_ptr + kv_head)
     row_table_ptr = table_ptr + row * stride_table
     last_pos = tl.zeros([TILE_G], tl.int32) + (end - 1)
     acc = tl.zeros([TILE_G, TILE_D], tl.float32)
@@ -247,6 +259,8 @@ def paged_decode_kernel(
         )  # fmt: skip
     total = tl.where(row_sum > 0, row_sum, 1.0)  # a row of length 0 yields zeros
     out = acc / total[:, None]
+    if HAS_SCALES:
+        out = out * tl.load(v_scales_ptr + kv_head)
     part_ptrs = parts_ptr + row * stride_pr + heads[:, None] * stride_ph + split * stride_pp + dims[None, :]
     tl.store(part_ptrs, out.to(parts_ptr.dtype.element_ty), mask=mask)
     if IS_SPLIT:
@@ -301,6 +315,8 @@ def paged_decode_torch(
     rule: AttentionTerms,
 ) -> torch.Tensor:
     """The oracle: [R, H, D], scores in float32."""
+    if rule.scales is not None:
+        kv_cache = dequantise_kv(kv_cache, rule.scales, torch.float32)
     block_size = kv_cache.shape[2]
     out_RHD = torch.zeros_like(q_RHD)
     for row in range(len(q_RHD)):

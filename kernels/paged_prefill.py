@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from blockferry.kernels.attention_terms import AttentionTerms, attend_dense, first_in_reach, seen_keys
+from blockferry.kernels.fp8 import FP8, check_cache, dequantise_kv
 from blockferry.kernels.launch import (
     FLOAT_DTYPES,
     Target,
@@ -63,7 +64,7 @@ def paged_prefill(
     check_head_dim(head_dim)
     group = check_group(num_heads, num_kv_heads)
     check_tensor("q", q_THD, shape=(None, num_heads, head_dim), dtypes=FLOAT_DTYPES)
-    check_tensor("kv_cache", kv_cache, shape=(None, num_kv_heads, None, 2 * head_dim), dtypes=(q_THD.dtype,))
+    check_cache(kv_cache, rule.scales, shape=(None, num_kv_heads, None, 2 * head_dim), dtypes=(q_THD.dtype,))
     check_tensor("block_table", block_table_RM, shape=(num_rows, None), dtypes=(torch.int32,))
     check_tensor("query_start", query_start_R1, shape=(num_rows + 1,), dtypes=(torch.int32,))
     check_tensor("seq_lens", seq_lens_R, shape=(num_rows,), dtypes=(torch.int32,))
@@ -73,7 +74,7 @@ def paged_prefill(
     if not num_rows or not num_tokens:
         return out_THD
     terms = tile_terms(rule)
-    config = prefill_config(head_dim, q_THD.dtype, target_of(q_THD.device), terms)
+    config = prefill_config(head_dim, q_THD.dtype, target_of(q_THD.device), terms, cache_dtype=kv_cache.dtype)
     tile_g = min(group, config.tile_m)
     tile_q = config.tile_m // tile_g
     paged_prefill_kernel[(num_tokens // tile_q + num_rows, num_kv_heads * triton.cdiv(group, tile_g))](
@@ -84,6 +85,8 @@ def paged_prefill(
         seq_lens_R,
         out_THD,
         q_THD if rule.sinks_H is None else rule.sinks_H,
+        q_THD if rule.scales is None else rule.scales.k_K,
+        q_THD if rule.scales is None else rule.scales.v_K,
         terms.factor,
         num_rows,
         q_THD.stride(0),
@@ -106,13 +109,16 @@ def paged_prefill(
         CHUNK=terms.chunk,
         SOFT_CAP=terms.soft_cap,
         HAS_SINKS=rule.sinks_H is not None,
+        HAS_SCALES=rule.scales is not None,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
     return out_THD
 
 
-def prefill_config(head_dim: int, dtype: torch.dtype, target: Target, terms: TileTerms) -> TileConfig:
+def prefill_config(
+    head_dim: int, dtype: torch.dtype, target: Target, terms: TileTerms, *, cache_dtype: torch.dtype | None = None
+) -> TileConfig:
     """Tile sizes by reason, not by tuning: accumulator in registers without spills, key tiles in shared memory."""
     tile_d = tile_of(head_dim)
     if dtype is torch.float32:  # products run on the scalar units, out of registers
@@ -125,6 +131,8 @@ def prefill_config(head_dim: int, dtype: torch.dtype, target: Target, terms: Til
     # Masks at both ends of the reach take the registers that 64 keys of D = 128 would.
     has_registers = tile_d <= 64 or target is Target.HOPPER or not terms.window + terms.chunk
     tile_s = 64 if tile_d <= 128 and has_registers else 32
+    if tile_d > 128 and cache_dtype is FP8:  # which takes registers once more while it is converted
+        tile_s = 16
     row_bytes = tile_d * dtype.itemsize
     fits_two_ahead = (tile_m + 3 * 2 * tile_s) * row_bytes <= target.shared_bytes
     return TileConfig(tile_m=tile_m, tile_s=tile_s, num_warps=8, num_stages=stages_for(2 if fits_two_ahead else 1))
@@ -139,6 +147,8 @@ def paged_prefill_kernel(
     seq_lens_ptr: tl.tensor,  # int32 [R]
     out_ptr: tl.tensor,  # [T, H, D]
     sinks_ptr: tl.tensor,  # float32 [H], read with HAS_SINKS only
+    k_scales_ptr: tl.tensor,  # float32 [K], as v_scales read with HAS_SCALES only
+    v_scales_ptr: tl.tensor,
     factor: tl.tensor,  # TileTerms.factor
     num_rows: tl.tensor,
     stride_qt: tl.tensor,
@@ -161,6 +171,7 @@ def paged_prefill_kernel(
     CHUNK: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ) -> None:
     """One program: TILE_Q queries of one row times TILE_G heads of one kv head over every key they see.
 
@@ -204,6 +215,8 @@ def paged_prefill_kernel(
     q = tl.load(q_ptrs, mask=mask, other=0.0)
 
     head_ptr = cache_ptr + kv_head.to(tl.int64) * stride_ck
+    if HAS_SCALES:
+        factor = factor * tl.load(k_scales_ptr + kv_head)
     row_table_ptr = table_ptr + tl.cast(row, tl.int64) * stride_table
     last_pos = context + queries
     acc = tl.zeros([TILE_M, TILE_D], tl.float32)
@@ -236,7 +249,10 @@ def paged_prefill_kernel(
             stride_cn, N, D, TILE_S, TILE_D, SOFT_CAP, True, 0, 0,
         )  # fmt: skip
     total = tl.where(row_sum > 0, row_sum, 1.0)  # of queries that are not real
-    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    out = acc / total[:, None]
+    if HAS_SCALES:
+        out = out * tl.load(v_scales_ptr + kv_head)
+    out = out.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + tokens[:, None] * stride_ot + heads[:, None] * stride_oh + dims[None, :], out, mask=mask)
 
 
@@ -250,6 +266,8 @@ def paged_prefill_torch(
     rule: AttentionTerms,
 ) -> torch.Tensor:
     """The oracle: [T, H, D], scores in float32; tokens outside the rows are zeros."""
+    if rule.scales is not None:
+        kv_cache = dequantise_kv(kv_cache, rule.scales, torch.float32)
     block_size = kv_cache.shape[2]
     out_THD = torch.zeros_like(q_THD)
     starts = query_start_R1.tolist()

@@ -10,6 +10,8 @@ from typing import Protocol
 
 import torch
 
+from blockferry.kernels.fp8 import CacheScales
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMetadata:
@@ -42,6 +44,7 @@ class AttentionRule:
     chunk: int | None = None  # tokens
     soft_cap: float | None = None
     sinks_H: torch.Tensor | None = None  # float32, a logit per head that takes weight and gives nothing
+    scales: CacheScales | None = None  # of a cache in fp8; whoever binds models to pages sets it, models do not
 
 
 class AttentionBackend(Protocol):

@@ -40,7 +40,7 @@ class TritonAttention(AttentionBackend):
         if self._parts is None or self._parts.metadata is not metadata:
             self._parts = _split(metadata)
         parts = self._parts
-        kv_write(k_TKD, v_TKD, kv_cache=kv_cache, slot_mapping_T=metadata.slot_mapping_T)
+        kv_write(k_TKD, v_TKD, kv_cache=kv_cache, slot_mapping_T=metadata.slot_mapping_T, scales=rule.scales)
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         num_decode_rows = metadata.num_decode_rows
         if num_decode_rows:

@@ -14,6 +14,7 @@ import torch
 
 from blockferry.engine.attention.base import AttentionMetadata, AttentionRule, LatentBackend
 from blockferry.engine.attention.latent import check_rule
+from blockferry.kernels.fp8 import CacheScales
 from blockferry.kernels.kv_write import kv_write
 from blockferry.kernels.latent_decode import latent_decode
 from blockferry.kernels.latent_prefill import latent_prefill
@@ -46,7 +47,7 @@ class TritonLatentAttention(LatentBackend):
         if self._parts is None or self._parts.metadata is not metadata:
             self._parts = _split(metadata)
         parts = self._parts
-        _write(latent_TR, kv_cache, metadata.slot_mapping_T)
+        _write(latent_TR, kv_cache, metadata.slot_mapping_T, rule.scales)
         num_tokens, num_heads, _ = q_THR.shape
         out_THV = q_THR.new_empty(num_tokens, num_heads, value_dim)
         num_decode_rows = metadata.num_decode_rows
@@ -61,6 +62,7 @@ class TritonLatentAttention(LatentBackend):
                 scale=rule.scale,
                 window=rule.window,
                 out_RHV=out_THV[:num_decode_rows],
+                scales=rule.scales,
             )
         if metadata.num_rows > num_decode_rows:
             latent_prefill(
@@ -73,6 +75,7 @@ class TritonLatentAttention(LatentBackend):
                 scale=rule.scale,
                 window=rule.window,
                 out_THV=out_THV,
+                scales=rule.scales,
             )
         return out_THV
 
@@ -107,10 +110,12 @@ def _split(metadata: AttentionMetadata) -> _StepParts:
     )
 
 
-def _write(latent_TR: torch.Tensor, kv_cache: torch.Tensor, slot_mapping_T: torch.Tensor) -> None:
+def _write(
+    latent_TR: torch.Tensor, kv_cache: torch.Tensor, slot_mapping_T: torch.Tensor, scales: CacheScales | None
+) -> None:
     """Store the latents: to the kernel that writes keys and values, halves of a latent are those of one head."""
     latent_dim = latent_TR.shape[1]
     if latent_dim % 2:
         raise ValueError(f"a latent of {latent_dim} dims is odd, the kernel writes halves; use the torch backend")
     first_TKD, second_TKD = latent_TR[:, None].chunk(2, dim=-1)
-    kv_write(first_TKD, second_TKD, kv_cache=kv_cache[:, None], slot_mapping_T=slot_mapping_T)
+    kv_write(first_TKD, second_TKD, kv_cache=kv_cache[:, None], slot_mapping_T=slot_mapping_T, scales=scales)
