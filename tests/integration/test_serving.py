@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from support.cluster import MODEL, LiveDeployment, live_deployment, smollm2_dir
+from support.cluster import MODEL, LiveDeployment, live_deployment, smollm2_dir, wait_until_idle
 
 pytestmark = [pytest.mark.ray, pytest.mark.ucx, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -38,18 +37,6 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveDeployment]:
 def client(live: LiveDeployment) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{live.running.url}/v1", api_key="none", max_retries=0, timeout=120) as one:
         yield one
-
-
-def wait_until_idle(live: LiveDeployment) -> dict[str, Any]:
-    """The first status after everything ended and the ledgers were audited again."""
-    deadline = time.monotonic() + 60
-    before = live.status()["num_audits"]
-    while time.monotonic() < deadline:
-        status = live.status()
-        if status["num_unfinished"] == 0 and status["num_audits"] > before:
-            return status
-        time.sleep(0.3)
-    raise AssertionError(f"not idle and audited within 60 s: {status}")
 
 
 def test_openai_client_gets_the_demos_answer(client: openai.OpenAI) -> None:

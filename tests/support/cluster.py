@@ -103,6 +103,18 @@ def stream(client: ZmqEngineClient, prompt: Sequence[int], sampling: SamplingPar
     return client.submit(request(client, prompt, sampling))
 
 
+def wait_until_idle(live: LiveDeployment) -> dict[str, Any]:
+    """The first status after everything ended and the ledgers were audited again."""
+    deadline = time.monotonic() + 60
+    before = live.status()["num_audits"]
+    while time.monotonic() < deadline:
+        status = live.status()
+        if status["num_unfinished"] == 0 and status["num_audits"] > before:
+            return status
+        time.sleep(0.3)
+    raise AssertionError(f"not idle and audited within 60 s: {status}")
+
+
 @contextlib.contextmanager
 def live_deployment(yaml_text: str, folder: Path, *, with_api: bool = False) -> Iterator[LiveDeployment]:
     """Bring a deployment file up on a local Ray cluster of its own; everything is gone afterwards."""

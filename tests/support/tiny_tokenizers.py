@@ -1,6 +1,8 @@
-"""Small real tokenizers, trained on the spot: byte-level BPE and sentencepiece-like BPE with byte fallback."""
+"""Small real tokenizers made on the spot: byte-level BPE, sentencepiece-like BPE with byte fallback, single letters."""
 
 import functools
+import string
+from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
@@ -54,3 +56,16 @@ def byte_fallback() -> Tokenizer:
     )
     backend.add_special_tokens(special)
     return Tokenizer(backend, {"eos_token": "</s>"}, None)
+
+
+def save_letters(folder: Path) -> None:
+    """Put a tokenizer into a checkpoint's folder: every printable ASCII letter is a token, EOS is token 2.
+
+    A hundred tokens, for models whose vocabulary is smaller than the 256 bytes.
+    """
+    vocab = {token: index for index, token in enumerate(["<pad>", "<s>", "</s>", "<unk>", *string.printable[:-5]])}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocab=vocab, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("."), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(["<pad>", "<s>", "</s>"])
+    backend.save(str(folder / "tokenizer.json"))
