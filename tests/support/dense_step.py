@@ -1,6 +1,7 @@
 """Logits of one whole prompt by one forward pass of our model without pages, on one rank or on several in threads.
 
-Legend: T tokens, H query heads, K KV heads, D head dim, R latent vector, V vocabulary, S tokens that want logits.
+Legend: T tokens, N tokens of an encoder's input, H query heads, K KV heads, D head dim, R latent vector, V vocabulary,
+S tokens that want logits.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class DenseCaches:
     def __init__(self, states: Mapping[int, LayerStates] | None = None) -> None:
         """states: of each recurrent layer, by its number."""
         self._states = states or {}
+        self._cross: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keys and values of the encoder's input
 
     def attend(
         self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rule: AttentionRule
@@ -57,6 +59,16 @@ class DenseCaches:
     def states(self, layer: int) -> LayerStates:
         """See Caches."""
         return self._states[layer]
+
+    def write_cross(self, layer: int, k_NKD: torch.Tensor, v_NKD: torch.Tensor) -> None:
+        """See Caches."""
+        self._cross[layer] = k_NKD, v_NKD
+
+    def attend_cross(self, layer: int, q_THD: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+        """See Caches: of as many key heads as query heads."""
+        k_NHD, v_NHD = self._cross[layer]
+        weights_HTN = (torch.einsum("thd,nhd->htn", q_THD, k_NHD) * rule.scale).softmax(dim=-1)
+        return torch.einsum("htn,nhd->thd", weights_HTN, v_NHD)
 
 
 def fresh_states(path: Path, num_tokens: int, *, tp_size: int = 1) -> dict[int, LayerStates]:
@@ -104,25 +116,34 @@ class ThreadCommunicator:
         return parts
 
 
-def dense_logits(path: Path, token_ids: Sequence[int], *, tp_size: int = 1) -> torch.Tensor:
-    """float32 [T, V] of one sequence."""
+def dense_logits(
+    path: Path, token_ids: Sequence[int], *, tp_size: int = 1, encoder_ids: Sequence[int] = ()
+) -> torch.Tensor:
+    """float32 [T, V] of one sequence; of an encoder-decoder the decoder's, encoder_ids being its encoder's input."""
     communicators = ThreadCommunicator.ranks(tp_size)
     with ThreadPoolExecutor(tp_size) as pool:
-        answers = list(pool.map(lambda communicator: _rank_logits(path, token_ids, communicator), communicators))
+        ranks = [
+            pool.submit(_rank_logits, path, token_ids, encoder_ids, communicator) for communicator in communicators
+        ]
+        answers = [rank.result() for rank in ranks]
     assert answers[0] is not None
     return answers[0]
 
 
 @torch.inference_mode()
-def _rank_logits(path: Path, token_ids: Sequence[int], communicator: Communicator) -> torch.Tensor | None:
+def _rank_logits(
+    path: Path, token_ids: Sequence[int], encoder_ids: Sequence[int], communicator: Communicator
+) -> torch.Tensor | None:
     model = load_model(
         path,
         RankPlace(tp_rank=communicator.rank, tp_size=communicator.size),
         placement=Placement(dtype=torch.float32, device=torch.device("cpu"), max_model_len=len(token_ids)),
         parts=ModelParts(ops=TorchOps(), state_ops=TorchStateOps(), communicator=communicator),
     )
-    hidden_TE = model.embed(torch.tensor(list(token_ids), dtype=torch.int32))
     caches = DenseCaches(fresh_states(path, len(token_ids), tp_size=communicator.size))
+    if encoder_ids:
+        model.encode(torch.tensor(list(encoder_ids), dtype=torch.int32), caches)
+    hidden_TE = model.embed(torch.tensor(list(token_ids), dtype=torch.int32))
     hidden_TE = model.forward(hidden_TE, Step(positions_T=torch.arange(len(token_ids)), caches=caches))
     return model.logits(hidden_TE)
 
