@@ -10,7 +10,7 @@ MODEL := smollm2-135m-instruct
 PYTEST := $(BIN)/python -m pytest
 SOURCES := cluster engine connectors kernels tests
 
-.PHONY: demo test test-full test-netns lint types imports check bench clean
+.PHONY: demo parity-table test test-full test-netns lint types imports check bench clean
 .DEFAULT_GOAL := demo
 
 $(INSTALLED): pyproject.toml
@@ -27,9 +27,14 @@ test: $(INSTALLED)
 	$(BIN)/blockferry fetch-model $(MODEL)
 	$(PYTEST) -m "not full and not netns"
 
-# The whole parity table and every long test.
+# Every family in every pair of choices, and the table of it in README.md.
+parity-table: $(INSTALLED)
+	$(PYTEST) -m "not full" --parity-table README.md tests/integration/test_family_*.py tests/integration/test_encoder_decoder.py
+
+# The whole parity table and every long test, real hybrid weights included.
 test-full: $(INSTALLED)
 	$(BIN)/blockferry fetch-model $(MODEL)
+	$(BIN)/blockferry fetch-model gemma3-270m
 	$(PYTEST) -m "full"
 
 # Three hosts in network namespaces, joined by `ray up`. Needs root, openssh-server, rsync and iproute2.

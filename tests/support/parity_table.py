@@ -1,6 +1,6 @@
 """The table of families and what the parity suite has shown of each: cells are recorded by tests that passed.
 
-`pytest --parity-table FILE` writes it; without the option nothing is kept.
+`pytest --parity-table FILE` writes it between two marks in a Markdown file; without the option nothing is kept.
 """
 
 from __future__ import annotations
@@ -26,13 +26,22 @@ FEATURES = (
     "P/D pull",
 )
 MISSING = "**missing**"
+BEGIN, END = "<!-- parity table -->", "<!-- end of parity table -->"
 
 
 def write_table(file: Path, cells: Iterable[tuple[str, str]], families: Iterable[str]) -> None:
-    """A Markdown table of all families and features; what no test has shown says so."""
+    """Put a table of all families and features in place of what lies between the file's marks.
+
+    What no test has shown says so. Raises ValueError for a file without the marks.
+    """
     shown = set(cells)
     lines = ["| family | " + " | ".join(FEATURES) + " |", "| --- |" + " --- |" * len(FEATURES)]
     for family in families:
         marks = ["yes" if (family, feature) in shown else MISSING for feature in FEATURES]
         lines.append(f"| {family} | " + " | ".join(marks) + " |")
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    text = file.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"{file} has no lines {BEGIN} and {END} for the table to stand between; add them")
+    file.write_text("\n".join([before + begin, *lines, end + after]), encoding="utf-8")
