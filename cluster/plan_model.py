@@ -13,17 +13,15 @@ from typing import Any
 
 from blockferry.cluster.checkpoint import find_model
 from blockferry.cluster.fetch import KNOWN_MODELS
-from blockferry.cluster.plan_report import PlannedModel, StageSpan
+from blockferry.cluster.plan_facts import StageSpan, span_of
+from blockferry.cluster.plan_report import PlannedModel
 from blockferry.cluster.shipped import shipped_models
 from blockferry.engine.errors import ConfigError, PoolTooSmall
-from blockferry.engine.kv.model_layers import LayerOptions, ModelLayers, layers_of, uniform_block_size
-from blockferry.engine.kv.plan import Planner, PlanRequest
+from blockferry.engine.kv.instance_plan import layers_for, plan_request, stage_layers
+from blockferry.engine.kv.model_layers import LayerOptions, ModelLayers, layers_of
+from blockferry.engine.kv.plan import Planner
 from blockferry.engine.kv.planners import Attempt, attempt
-from blockferry.engine.kv.reach import SequenceLimits
 from blockferry.engine.models.config import read_json
-from blockferry.engine.models.sharding import split_layers
-
-DEFAULT_BLOCK_SIZE = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,17 +86,13 @@ def _plan_length(
 
 
 def _plan_with(planner: Planner, config: Mapping[str, Any], question: PlanQuestion, length: int) -> PlannedModel:
-    model = layers_of(config, _layer_options(planner, config, question))
-    request = PlanRequest(
-        layers=model.layers,
-        limits=SequenceLimits(
-            max_model_len=length,
-            max_in_flight_tokens=question.max_in_flight_tokens,
-            max_num_encoder_tokens=model.num_encoder_tokens,
-        ),
+    model = layers_for(planner, config, question.layers, block_size=question.block_size)
+    request = plan_request(
+        model,
+        max_model_len=length,
+        max_in_flight_tokens=question.max_in_flight_tokens,
         memory_bytes=question.memory_bytes,
         layout=question.layout,
-        draft_layer_ids=model.draft_layer_ids,
     )
     stages = _stages(model, question.pp_size)
     made = attempt(planner, request, stages)
@@ -112,37 +106,16 @@ def _stage_of(made: Attempt, model: ModelLayers, stages: Sequence[frozenset[int]
     planned = {layer_id for group in made.plan.groups for layer_id in group.layer_ids}
     for pp_rank, layer_ids in enumerate(stages):
         if planned and planned <= layer_ids:
-            numbers = [model.layer_numbers[layer_id] for layer_id in layer_ids]
-            return StageSpan(pp_rank=pp_rank, first_layer=min(numbers), last_layer=max(numbers))
+            return span_of(pp_rank, layer_ids, model)
     return None
 
 
-def _layer_options(planner: Planner, config: Mapping[str, Any], question: PlanQuestion) -> LayerOptions:
-    if question.block_size is not None:
-        return dataclasses.replace(question.layers, block_size=question.block_size)
-    options = dataclasses.replace(question.layers, block_size=DEFAULT_BLOCK_SIZE)
-    if planner is Planner.SLAB:
-        return options
-    block_size = uniform_block_size(layers_of(config, options).layers, DEFAULT_BLOCK_SIZE)
-    return dataclasses.replace(options, block_size=block_size)
-
-
 def _stages(model: ModelLayers, pp_size: int) -> list[frozenset[int]]:
-    """Indices of the layers of each pipeline stage; drafts are computed by the last one."""
-    if pp_size == 1:
-        return []
-    own = {number for i, number in enumerate(model.layer_numbers) if i not in model.draft_layer_ids}
-    own -= model.encoder_numbers  # every stage computes the encoder
-    num_layers = max(own, default=-1) + 1
-    stages = []
-    for pp_rank in range(pp_size):
-        try:
-            span = split_layers(num_layers, pp_rank, pp_size)
-        except ValueError as error:
-            raise ConfigError("pp", str(error)) from None
-        stop = span.stop if pp_rank < pp_size - 1 else max(model.layer_numbers) + 1
-        stages.append(frozenset(i for i, number in enumerate(model.layer_numbers) if span.start <= number < stop))
-    return stages
+    """Indices of the layers of each pipeline stage; empty without a pipeline."""
+    try:
+        return [] if pp_size == 1 else stage_layers(model, pp_size)
+    except ValueError as error:
+        raise ConfigError("pp", str(error)) from None
 
 
 def _longest_position(config: Mapping[str, Any], question: PlanQuestion) -> int:

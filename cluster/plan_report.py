@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from blockferry.cluster.cli_output import size_words
+from blockferry.cluster.plan_facts import PlanFacts, StageSpan, facts_of
 from blockferry.engine.kv.model_layers import ModelLayers
 from blockferry.engine.kv.plan import KVCachePlan, PlanRequest
 from blockferry.engine.kv.planners import Attempt
@@ -47,15 +48,6 @@ class GroupShare:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StageSpan:
-    """Layers of one pipeline stage."""
-
-    pp_rank: int
-    first_layer: int
-    last_layer: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedModel:
     """A model, what was asked, and what one planner made of it."""
 
@@ -75,6 +67,12 @@ class PlannedModel:
     def name(self) -> str:
         """Planner's name."""
         return self.attempt.planner.value
+
+    @property
+    def facts(self) -> PlanFacts:
+        """What a deployment would report of the same plan."""
+        length = self.request.limits.max_model_len
+        return facts_of(self.plan, self.model, max_model_len=length, stage=self.stage)
 
     def shares(self) -> list[GroupShare]:
         """Every group, in the plan's order."""
@@ -105,39 +103,31 @@ def document_of(planned: PlannedModel) -> dict[str, Any]:
             "warnings": list(planned.model.warnings),
             "notes": list(planned.model.notes),
         }
-    plan = planned.plan
-    return {
-        "planner": planned.name,
+    facts, slab = planned.facts.to_json(), planned.plan.slab
+    document = {
+        "planner": facts["planner"],
         "model": planned.model.name,
         "memory_bytes": planned.request.memory_bytes,
-        "max_model_len": planned.request.limits.max_model_len,
+        "max_model_len": facts["max_model_len"],
         "warnings": list(planned.model.warnings),
         "notes": list(planned.model.notes),
-        "stage": dataclasses.asdict(planned.stage) if planned.stage else None,
+        "stage": facts["stage"],
         "groups": [
-            {
-                "type": share.kind,
-                "layers": list(share.layer_numbers),
-                "block_size": share.block_size,
-                "page_size_bytes": share.page_bytes,
+            group
+            | {
                 "blocks_per_sequence": share.blocks_per_sequence,
                 "sequence_bytes": share.sequence_bytes,
                 "is_draft": share.is_draft,
             }
-            for share in planned.shares()
+            for group, share in zip(facts["groups"], planned.shares(), strict=True)
         ],
         "sequence_bytes": dict(bytes_by_type(planned)),
-        "num_blocks": plan.num_blocks,
-        "bytes_per_block": plan.bytes_per_block,
-        "pool_bytes": plan.pool_bytes,
-        "useful_fraction": plan.useful_fraction,
-        "capacity_tokens": plan.capacity_tokens,
-        "max_concurrency": plan.max_concurrency,
-        "num_whole_sequences": plan.num_whole_sequences,
-        "hash_block_size": plan.hash_block_size,
-        "scheduler_block_size": plan.scheduler_block_size,
-        "slab": dataclasses.asdict(plan.slab) if plan.slab else None,
     }
+    return (
+        document
+        | {key: value for key, value in facts.items() if key not in document}
+        | {"slab": dataclasses.asdict(slab) if slab else None}
+    )
 
 
 def bytes_by_type(planned: PlannedModel) -> Mapping[str, int]:

@@ -13,13 +13,14 @@ from typing import Any
 
 from blockferry.engine.errors import ConfigError, PoolTooSmall
 from blockferry.engine.kv.ledger_config import ledger_config
+from blockferry.engine.kv.model_config import TEXT_SECTIONS
 from blockferry.engine.kv.model_layers import CacheDType, LayerOptions, ModelLayers, layers_of, uniform_block_size
 from blockferry.engine.kv.plan import KVCachePlan, Planner, PlanRequest
 from blockferry.engine.kv.planners import attempt as attempt_plan
 from blockferry.engine.kv.planners import best_of, plan_with
 from blockferry.engine.kv.planning import RankShare, plan_ranks
-from blockferry.engine.kv.reach import SequenceLimits
-from blockferry.engine.kv.spec import KVCacheConfig, KVCacheGroup
+from blockferry.engine.kv.reach import EncoderReach, SequenceLimits
+from blockferry.engine.kv.spec import AttentionSpec, KVCacheConfig, KVCacheGroup
 from blockferry.engine.models.sharding import split_layers
 
 DEFAULT_BLOCK_SIZE = 16
@@ -29,7 +30,7 @@ DEFAULT_BLOCK_SIZE = 16
 class InstanceRequest:
     """How an instance is to be planned."""
 
-    dtype: str  # of weights and caches: float32, bfloat16, float16
+    dtype: str  # of weights and states: float32, bfloat16, float16
     max_model_len: int
     max_in_flight_tokens: int  # of one sequence, scheduled and not settled
     memory_bytes: int  # of each rank
@@ -39,6 +40,7 @@ class InstanceRequest:
     layout: str = "BHLNC"
     tp_size: int = 1
     pp_size: int = 1
+    cache_dtype: CacheDType = CacheDType.AUTO  # of keys, values and latents; AUTO: dtype
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +53,57 @@ class InstancePlan:
     longest: int  # tokens of the longest sequence that fits, at most max_model_len
 
     @property
+    def fullest_stage(self) -> int:
+        """The pipeline stage whose blocks take most bytes, so that its ranks' memory limits the instance."""
+        return max(range(len(self.stages)), key=lambda stage: self.stages[stage].bytes_per_block)
+
+    @property
     def bytes_per_rank(self) -> int:
         """Largest pool of a rank."""
         return max(stage.pool_bytes for stage in self.stages)
 
 
-def cache_layers(config: Mapping[str, Any], request: InstanceRequest, block_size: int) -> ModelLayers:
-    """The caches of a model on one rank. Raises ConfigError."""
-    options = LayerOptions(block_size=block_size, cache_dtype=CacheDType(request.dtype), tp_size=request.tp_size)
-    return layers_of({**config, "dtype": request.dtype, "torch_dtype": request.dtype}, options)
+def in_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """A model's config.json with another data type of weights, and so of what recurrent layers keep."""
+    sections = {name: in_dtype(config[name], dtype) for name in TEXT_SECTIONS if isinstance(config.get(name), Mapping)}
+    return {**config, **sections, "dtype": dtype, "torch_dtype": dtype}
+
+
+def layers_for(
+    planner: Planner, config: Mapping[str, Any], options: LayerOptions, *, block_size: int | None
+) -> ModelLayers:
+    """The caches of a model on one rank, in blocks as large as a planner wants them. Raises ConfigError.
+
+    Args:
+        planner: who will plan them.
+        config: the model's config.json.
+        options: all but their block size.
+        block_size: in tokens; None: 16, and for all planners but slab as many as the model's states need.
+    """
+    if block_size is not None:
+        return layers_of(config, dataclasses.replace(options, block_size=block_size))
+    model = layers_of(config, dataclasses.replace(options, block_size=DEFAULT_BLOCK_SIZE))
+    needed = DEFAULT_BLOCK_SIZE if planner is Planner.SLAB else uniform_block_size(model.layers, DEFAULT_BLOCK_SIZE)
+    if needed == DEFAULT_BLOCK_SIZE:
+        return model
+    return layers_of(config, dataclasses.replace(options, block_size=needed))
+
+
+def plan_request(
+    model: ModelLayers, *, max_model_len: int, max_in_flight_tokens: int, memory_bytes: int, layout: str
+) -> PlanRequest:
+    """What a planner is asked for a model's caches."""
+    return PlanRequest(
+        layers=model.layers,
+        limits=SequenceLimits(
+            max_model_len=max_model_len,
+            max_in_flight_tokens=max_in_flight_tokens,
+            max_num_encoder_tokens=model.num_encoder_tokens,
+        ),
+        memory_bytes=memory_bytes,
+        layout=layout,
+        draft_layer_ids=model.draft_layer_ids,
+    )
 
 
 def plan_instance(config: Mapping[str, Any], request: InstanceRequest) -> InstancePlan:
@@ -140,24 +184,20 @@ def _whole_ledger(stages: tuple[KVCachePlan, ...]) -> KVCacheConfig:
 
 
 def _layers_for(planner: Planner, config: Mapping[str, Any], request: InstanceRequest) -> ModelLayers:
-    if request.block_size is not None:
-        return cache_layers(config, request, request.block_size)
-    model = cache_layers(config, request, DEFAULT_BLOCK_SIZE)
-    if planner is Planner.SLAB:
-        return model
-    block_size = uniform_block_size(model.layers, DEFAULT_BLOCK_SIZE)
-    return model if block_size == DEFAULT_BLOCK_SIZE else cache_layers(config, request, block_size)
+    is_auto = request.cache_dtype is CacheDType.AUTO
+    cache_dtype = CacheDType(request.dtype) if is_auto else request.cache_dtype
+    options = LayerOptions(cache_dtype=cache_dtype, tp_size=request.tp_size)
+    model = layers_for(planner, in_dtype(config, request.dtype), options, block_size=request.block_size)
+    if not is_auto and any(isinstance(spec, AttentionSpec) and spec.reach == EncoderReach() for spec in model.layers):
+        raise ConfigError("cache_dtype", f"{cache_dtype} is not computed for cross attention, which {model.name} has")
+    return model
 
 
 def _plan_request(model: ModelLayers, request: InstanceRequest) -> PlanRequest:
-    return PlanRequest(
-        layers=model.layers,
-        limits=SequenceLimits(
-            max_model_len=request.max_model_len,
-            max_in_flight_tokens=request.max_in_flight_tokens,
-            max_num_encoder_tokens=model.num_encoder_tokens,
-        ),
+    return plan_request(
+        model,
+        max_model_len=request.max_model_len,
+        max_in_flight_tokens=request.max_in_flight_tokens,
         memory_bytes=request.memory_bytes,
         layout=request.layout,
-        draft_layer_ids=model.draft_layer_ids,
     )

@@ -12,7 +12,7 @@ from blockferry.engine.errors import ConfigError
 
 MAX_SIZE = 1 << 40  # tokens, channels
 MAX_COUNT = 10_000  # layers, heads
-_TEXT_SECTIONS = ("text_config", "language_config", "llm_config", "thinker_config")
+TEXT_SECTIONS = ("text_config", "language_config", "llm_config", "thinker_config")
 
 
 class ModelConfig:
@@ -22,7 +22,7 @@ class ModelConfig:
         """`values` is the whole document; models that also see or hear keep their language model in a section of it."""
         if not isinstance(values, Mapping):
             raise ConfigError("config.json", f"holds a {type(values).__name__}, not an object of keys and values")
-        inner = next((values[name] for name in _TEXT_SECTIONS if isinstance(values.get(name), Mapping)), None)
+        inner = next((values[name] for name in TEXT_SECTIONS if isinstance(values.get(name), Mapping)), None)
         if inner is None:
             self._values = dict(values)
             return
