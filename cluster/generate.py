@@ -12,8 +12,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from blockferry.cluster.api.client import EngineClient
 from blockferry.cluster.api.errors import ApiError
 from blockferry.cluster.api.prompts import Prompt, from_messages, from_text
@@ -99,7 +97,8 @@ async def _answer(client: EngineClient, model: ServedModel, prompt: str, options
     request = Request(
         request_id=f"generate-{handle}",
         handle=handle,
-        prompt_token_ids=np.asarray(encoded.token_ids, np.int32),
+        prompt_token_ids=model.context_of(encoded.token_ids),
+        encoder_token_ids=model.encoder_input(encoded.token_ids),
         sampling=SamplingParams(
             max_tokens=options.max_tokens,
             temperature=options.temperature,
@@ -122,7 +121,7 @@ async def _answer(client: EngineClient, model: ServedModel, prompt: str, options
     assert last.finish_reason is not None, last
     return Answer(
         prompt=prompt,
-        prompt_token_ids=request.prompt_token_ids.tolist(),
+        prompt_token_ids=encoded.token_ids.tolist(),
         token_ids=token_ids,
         text=model.tokenizer.decode(token_ids),
         finish_reason=last.finish_reason,

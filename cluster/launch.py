@@ -279,6 +279,7 @@ def _start_scheduler(
                 kv=plans[instance.instance_id].ledger,
                 cache=instance.config.cache,
                 scheduler=instance.config.scheduler,
+                max_num_encoder_tokens=plans[instance.instance_id].model.num_encoder_tokens,
             )
             for instance in running.instances
         ),

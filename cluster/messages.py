@@ -129,8 +129,10 @@ def request_from(payload: bytes) -> Request:
     """Decode a Request. Raises ValueError or TypeError when it is none."""
     value = wire.unpack(payload)
     sampling = wire.sampling_from_map(value["sampling"])
-    prompt = np.asarray(value["prompt_token_ids"], np.int32)
-    return Request(**(value | {"sampling": sampling, "prompt_token_ids": prompt}))
+    arrays = {"prompt_token_ids": np.asarray(value["prompt_token_ids"], np.int32)}
+    if value["encoder_token_ids"] is not None:
+        arrays["encoder_token_ids"] = np.asarray(value["encoder_token_ids"], np.int32)
+    return Request(**(value | {"sampling": sampling} | arrays))
 
 
 def command_from(payload: bytes) -> TransferCommand:

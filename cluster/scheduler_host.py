@@ -30,6 +30,7 @@ class InstanceSettings:
     kv: KVCacheConfig
     cache: CacheConfig
     scheduler: SchedulerConfig
+    max_num_encoder_tokens: int = 0  # of one encoder input
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +97,7 @@ def _instance(settings: InstanceSettings, max_model_len: int) -> Instance:
             enable_caching=settings.cache.enable_prefix_caching,
             watermark=settings.cache.watermark,
             max_in_flight_tokens=settings.scheduler.max_num_batched_tokens * settings.scheduler.num_steps_in_flight,
+            max_num_encoder_tokens=settings.max_num_encoder_tokens,
         ),
     )
     return Instance(

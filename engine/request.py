@@ -65,6 +65,11 @@ class Request:
     skip_reading_prefix_cache: bool = False
     encoder_token_ids: Int32Array | None = None  # of an encoder-decoder, whose decoder continues the prompt
 
+    @property
+    def num_input_tokens(self) -> int:
+        """Tokens that the caller wrote: an encoder's where there is one, as its decoder's prompt is the model's own."""
+        return len(self.prompt_token_ids if self.encoder_token_ids is None else self.encoder_token_ids)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:

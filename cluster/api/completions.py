@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from blockferry.cluster.api.errors import ApiError
 from blockferry.cluster.api.generation import ApiState, Generation, build, collect, merged, new_request_id
 from blockferry.cluster.api.logprobs import CompletionLogprobs, joined
 from blockferry.cluster.api.prompts import read_prompts
@@ -23,9 +24,12 @@ async def prepare(state: ApiState, body: CompletionRequest, *, header_id: str | 
     model = state.model
     model.check_name(body.model)
     prompts = await read_prompts(body.prompt, model, add_special_tokens=body.add_special_tokens)
+    if body.echo and model.encoder_decoder is not None:
+        raise ApiError("echo=true: an encoder-decoder does not continue its prompt; leave it out", param="echo")
     samplings = []
     for prompt in prompts:
-        max_tokens = room_for(body, model, num_prompt_tokens=len(prompt.token_ids), default=DEFAULT_MAX_TOKENS)
+        num_context_tokens = len(model.context_of(prompt.token_ids))
+        max_tokens = room_for(body, model, num_prompt_tokens=num_context_tokens, default=DEFAULT_MAX_TOKENS)
         builder = sampling_of(
             body,
             model,

@@ -104,7 +104,7 @@ def build(
     )
     runs: list[SequenceRun] = []
     for prompt, sampling in zip(prompts, samplings):
-        context = prompt.token_ids[-8:].tolist()  # enough for any detokenizer's start
+        context = model.context_of(prompt.token_ids)[-8:].tolist()  # enough for any detokenizer's start
         for choice in range(num_choices):
             request = _request(state, fields, prompt, sampling(choice), f"{request_id}-{len(runs)}")
             detokenizer = model.tokenizer.detokenizer(context, skip_special_tokens=fields.skip_special_tokens)
@@ -121,13 +121,14 @@ def _request(
     return Request(
         request_id=request_id,
         handle=state.engine.next_handle(),
-        prompt_token_ids=prompt.token_ids,
+        prompt_token_ids=state.model.context_of(prompt.token_ids),
         sampling=sampling,
         arrival_s=time.monotonic(),
         priority=fields.priority or 0,
         cache_salt=fields.cache_salt or "",
         # a cached prefix is not computed, so it would have no log probabilities
         skip_reading_prefix_cache=sampling.num_prompt_logprobs is not None,
+        encoder_token_ids=state.model.encoder_input(prompt.token_ids),
     )
 
 

@@ -67,7 +67,7 @@ async def from_text(text: str, model: ServedModel, *, add_special_tokens: bool, 
 async def tokenize(text: str, model: ServedModel, *, add_special_tokens: bool, param: str) -> list[int]:
     """Token ids of a text that might fit the model. Raises ApiError on texts that cannot, without tokenizing."""
     at_least = model.tokenizer.min_tokens_of(text)
-    if at_least > model.max_model_len:
+    if at_least > model.max_prompt_tokens:
         check_length(at_least, model, param)
     if len(text) <= INLINE_CHARS:
         return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -96,9 +96,10 @@ def check_token_ids(ids: Sequence[Any], vocab_size: int, param: str) -> None:
 
 def check_length(num_tokens: int, model: ServedModel, param: str) -> None:
     """Refuse a prompt longer than the model."""
-    if num_tokens > model.max_model_len:
+    if num_tokens > model.max_prompt_tokens:
+        what = "context" if model.encoder_decoder is None else "encoder's context"
         raise ApiError(
-            f"{param} has at least {num_tokens} tokens, the model's context is {model.max_model_len}; shorten it",
+            f"{param} has at least {num_tokens} tokens, the model's {what} is {model.max_prompt_tokens}; shorten it",
             param=param,
             code="context_length_exceeded",
         )
@@ -114,6 +115,13 @@ async def from_messages(
     variables: Mapping[str, Any] | None,
 ) -> Prompt:
     """Render and tokenize a conversation. Raises ApiError."""
+    if model.encoder_decoder is not None:
+        raise ApiError(
+            f"model {model.name!r} is an encoder-decoder, which holds no conversations; use /v1/completions, whose "
+            "prompt its encoder reads",
+            param="messages",
+            code="no_chat",
+        )
     template = model.tokenizer.chat_template
     if template is None:
         raise ApiError(

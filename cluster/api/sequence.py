@@ -138,7 +138,7 @@ class SequenceRun:
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """Submit and yield until the last delta. Leaving early aborts the request. Raises ApiError."""
-        times = SequenceTimes(self._metrics, num_prompt_tokens=len(self._request.prompt_token_ids))
+        times = SequenceTimes(self._metrics, num_prompt_tokens=self._request.num_input_tokens)
         is_running = True
         try:
             outputs = self._engine.submit(self._request)

@@ -12,13 +12,40 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from blockferry.cluster.api.errors import ApiError, shown
 from blockferry.cluster.api.tokenizer import Tokenizer
 from blockferry.engine.config import ModelConfig
 from blockferry.engine.errors import ModelLoadError
+from blockferry.engine.kv.model_config import ModelConfig as HfConfig
+from blockferry.engine.kv.model_layers import num_encoder_tokens
+from blockferry.engine.request import Int32Array
 
 # generation_config.json may set these; a request's own value wins (vLLM's --generation-config auto).
 DEFAULT_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderDecoder:
+    """Of a model whose encoder reads the caller's prompt, and whose decoder starts by itself."""
+
+    max_input_tokens: int
+    decoder_prompt: tuple[int, ...]  # the start token, and the one that the model is to begin with, if it names one
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any], generation: Mapping[str, Any]) -> EncoderDecoder | None:
+        """None for any other model. Raises ModelLoadError where nothing says how the decoder starts."""
+        max_input_tokens = num_encoder_tokens(HfConfig(config))
+        if not max_input_tokens:
+            return None
+        both = {**config, **{key: value for key, value in generation.items() if value is not None}}
+        start = both.get("decoder_start_token_id", both.get("bos_token_id"))
+        if not isinstance(start, int):
+            raise ModelLoadError(f"decoder_start_token_id={shown(start)} is no token id; config.json must name one")
+        forced = both.get("forced_bos_token_id")
+        decoder_prompt = (start, forced) if isinstance(forced, int) else (start,)
+        return cls(max_input_tokens=max_input_tokens, decoder_prompt=decoder_prompt)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +59,7 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
     default_sampling: Mapping[str, float]
     tokenizer: Tokenizer
+    encoder_decoder: EncoderDecoder | None = None
     created_s: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     @classmethod
@@ -53,7 +81,23 @@ class ServedModel:
             eos_token_ids=tuple(sorted(eos)),
             default_sampling={k: generation[k] for k in DEFAULT_SAMPLING if generation.get(k) is not None},
             tokenizer=tokenizer,
+            encoder_decoder=EncoderDecoder.read(config, generation),
         )
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Longest prompt that could be read."""
+        return self.max_model_len if self.encoder_decoder is None else self.encoder_decoder.max_input_tokens
+
+    def context_of(self, prompt_token_ids: Int32Array) -> Int32Array:
+        """What the answer continues: the prompt, or what the decoder starts with."""
+        if self.encoder_decoder is None:
+            return prompt_token_ids
+        return np.array(self.encoder_decoder.decoder_prompt, np.int32)
+
+    def encoder_input(self, prompt_token_ids: Int32Array) -> Int32Array | None:
+        """What an encoder reads: the prompt; None for a model without one."""
+        return None if self.encoder_decoder is None else prompt_token_ids
 
     def check_name(self, name: str | None) -> None:
         """Refuse another model's name with 404; no name means this one."""

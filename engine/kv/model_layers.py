@@ -112,7 +112,7 @@ def layers_of(config: Mapping[str, Any], options: LayerOptions) -> ModelLayers:
         layer_numbers=tuple(cache.layer_number for cache in caches),
         draft_layer_ids=frozenset(i for i, cache in enumerate(caches) if cache.is_draft),
         max_position=model.find_integer(*_LENGTH_NAMES),
-        num_encoder_tokens=_num_encoder_tokens(model),
+        num_encoder_tokens=num_encoder_tokens(model),
         warnings=warnings_of(model),
         notes=() if quantized is None else (f"keys and values are fp8, as {quantized} says",),
     )
@@ -271,7 +271,8 @@ def _num_draft_layers(config: ModelConfig) -> int:
     return config.count("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers")
 
 
-def _num_encoder_tokens(config: ModelConfig) -> int:
+def num_encoder_tokens(config: ModelConfig) -> int:
+    """Longest input of an encoder-decoder's encoder; 0 for any other model. Raises ConfigError."""
     if not config.flag("is_encoder_decoder", default=False):
         return 0
     return config.integer("max_source_positions", "max_position_embeddings", "n_positions", default=512)

@@ -93,9 +93,8 @@ def check_encoder_input(request: Request, *, max_num_encoder_tokens: int | None)
     if max_num_encoder_tokens is None:
         if encoder_token_ids is None:
             return
-        reason = (
-            f"it has {len(encoder_token_ids)} tokens for an encoder, which the model lacks; send them as the prompt"
-        )
+        num_tokens = len(encoder_token_ids)
+        reason = f"{num_tokens} tokens are sent for an encoder, which the model lacks; send them as the prompt"
     elif encoder_token_ids is None:
         reason = "the model is an encoder-decoder, and nothing is sent for its encoder; send encoder_token_ids"
     elif 1 <= len(encoder_token_ids) <= max_num_encoder_tokens:
