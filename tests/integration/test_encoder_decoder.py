@@ -98,6 +98,14 @@ def test_decoder_prompts_in_chunks_continue_as_transformers_does(path: Path, chu
     assert_all_free(engine)
 
 
+def test_warm_worker_continues_as_transformers_does(path: Path) -> None:
+    options = EngineOptions(max_model_len=64)
+    worker = start_worker(path, options)
+    worker.warm_up()
+    engine = LocalEngine(path, options, worker)
+    assert run(engine, INPUTS) == [expected(path, one) for one in INPUTS]
+
+
 def test_preempted_requests_continue_as_transformers_does(path: Path) -> None:
     inputs = [make_prompt(20 + seed, 16) for seed in range(24)]
     # one sequence with the longest of inputs; the 24 here are admitted with 3 blocks each and grow to 6
