@@ -184,7 +184,7 @@ class SchedulerActor:
         """The last snapshot, at most a second old; empty before the scheduler runs."""
         if self._settings is None or self._loop is None or not self._loop.snapshot:
             return {}
-        return self._settings.summary() | self._loop.snapshot
+        return self._settings.status(self._loop.snapshot)
 
     def shutdown(self, reason: str) -> None:
         """End run() soon."""

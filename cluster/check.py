@@ -15,12 +15,14 @@ import shutil
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from blockferry.cluster import run_record
 from blockferry.cluster.checkpoint import ModelNotFetchedError, find_model
 from blockferry.cluster.deployment import Deployment, is_disaggregated, load_deployment
 from blockferry.cluster.instance_plans import plan_of
 from blockferry.cluster.listen import ListenError, bind
+from blockferry.cluster.plan_facts import PlanFacts, facts_of_instance, summary_of
 from blockferry.engine.config import DeploymentConfig, Device
 from blockferry.engine.errors import BlockferryError, ConfigError
 
@@ -44,15 +46,17 @@ class Finding:
     level: Level
     subject: str
     message: str
+    plan: PlanFacts | None = None  # of an instance's cache
 
     @property
     def is_error(self) -> bool:
         """Whether `serve` would fail."""
         return self.level is Level.ERROR
 
-    def to_json(self) -> dict[str, str]:
-        """Plain values."""
-        return {"level": self.level.value, "subject": self.subject, "message": self.message}
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; with the plan where the finding is about one."""
+        values: dict[str, Any] = {"level": self.level.value, "subject": self.subject, "message": self.message}
+        return values if self.plan is None else values | {"plan": self.plan.to_json()}
 
 
 def check_deployment(file: Path, *, address: str | None) -> list[Finding]:
@@ -152,20 +156,20 @@ def _damage(file: Path) -> str:
 
 
 def _check_lengths(deployment: Deployment) -> Iterator[Finding]:
-    """Pools that cannot hold one sequence of full length, or not even two blocks."""
+    """What each instance's pool is cut into, and whether it can hold one sequence of full length."""
     config = deployment.config
     for index, instance in enumerate(config.instances):
         where = f"instances[{index}].cache"
         plan = plan_of(config.model, deployment.header, instance, where=f"instances[{index}]")
-        words = f"{plan.ledger.num_blocks} blocks in {len(plan.ledger.groups)} group(s)"
+        facts = facts_of_instance(plan)
+        level, words = Level.OK, summary_of(facts.to_json())
         if plan.longest < config.model.max_model_len:
-            yield _warning(
-                where,
-                f"{words} cannot hold one sequence of max_model_len={config.model.max_model_len} tokens; "
-                "longer requests will be rejected",
+            level = Level.WARNING
+            words += (
+                f"; it cannot hold one of max_model_len={config.model.max_model_len} tokens, "
+                "longer requests will be rejected"
             )
-        else:
-            yield _ok(where, f"{words} hold {plan.stages[0].capacity_tokens} tokens")
+        yield Finding(level=level, subject=where, message=words, plan=facts)
 
 
 def check_machine(deployment: Deployment) -> Iterator[Finding]:

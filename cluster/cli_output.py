@@ -18,6 +18,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from blockferry.cluster.launch_progress import Progress, Report
+from blockferry.cluster.plan_facts import layer_words, summary_of
 
 if TYPE_CHECKING:
     from blockferry.cluster.check import Finding
@@ -163,6 +164,29 @@ def print_status(deployments: Sequence[Mapping[str, Any]]) -> None:
                 ),
             )
         console.print(table)
+        for line in _plan_lines(one["instances"]):
+            console.print(line, highlight=False, soft_wrap=True)
+
+
+def _plan_lines(instances: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What each plan holds; instances with equal ones are named together."""
+    planned = [instance for instance in instances if instance["plan"] is not None]
+    for index, instance in enumerate(planned):
+        plan = instance["plan"]
+        if any(plan == earlier["plan"] for earlier in planned[:index]):
+            continue
+        names = ", ".join(other["instance_id"] for other in planned[index:] if other["plan"] == plan)
+        yield f"  {names}: {summary_of(plan)}"
+        yield from group_lines(plan)
+
+
+def group_lines(plan: Mapping[str, Any]) -> Iterator[str]:
+    """One line per group of a plan in JSON."""
+    for group in plan["groups"]:
+        yield (
+            f"    {group['type']}: layers {layer_words(group['layers']) or 'of other stages'}, blocks of "
+            f"{group['block_size']} tokens, {size_words(group['page_size_bytes'])} each"
+        )
 
 
 def show(renderable: RenderableType) -> None:
@@ -180,6 +204,8 @@ def print_findings(findings: Sequence[Finding]) -> None:
     """One line per finding, then the verdict."""
     for finding in findings:
         print_line(f"{finding.level.value:7} {finding.subject}: {finding.message}")
+        for line in () if finding.plan is None else group_lines(finding.plan.to_json()):
+            print_line(line)
     num_errors = sum(finding.is_error for finding in findings)
     print_line(f"{num_errors} error(s): this would not start" if num_errors else "this deployment can start here")
 

@@ -21,7 +21,9 @@ from blockferry.cluster.plan_report import (
     summary_lines,
 )
 from blockferry.cluster.yaml_reader import parse_size
+from blockferry.engine.config import DType
 from blockferry.engine.errors import ConfigError
+from blockferry.engine.kv.instance_plan import in_dtype
 from blockferry.engine.kv.model_checks import known_families
 from blockferry.engine.kv.model_config import MAX_SIZE
 from blockferry.engine.kv.model_layers import CacheDType, LayerOptions
@@ -55,6 +57,9 @@ def plan_command(  # noqa: PLR0913, PLR0917 - one parameter per option
     max_num_batched_tokens: Annotated[
         int, typer.Option(min=1, max=MAX_SIZE, help="Most tokens in flight at once.")
     ] = 8192,
+    dtype: Annotated[
+        DType | None, typer.Option(help="Data type of weights, and so of states. Default: the config's.")
+    ] = None,
     kv_dtype: Annotated[CacheDType, typer.Option(help="Data type of keys and values.")] = CacheDType.AUTO,
     speculative_tokens: Annotated[
         int,
@@ -83,7 +88,9 @@ def plan_command(  # noqa: PLR0913, PLR0917 - one parameter per option
     )
     planners = (Planner.UNIFORM, Planner.SLAB) if planner is None else (planner,)
     with _naming(model):
-        plans = plan_model(read_model_config(model), question, tuple(Planner) if is_comparison else planners)
+        config = read_model_config(model)
+        config = config if dtype is None else in_dtype(config, dtype)
+        plans = plan_model(config, question, tuple(Planner) if is_comparison else planners)
     if is_comparison and all(one.attempt.plan is None for one in plans):
         _print_refusals(plans, as_json=as_json)
         raise typer.Exit(1)

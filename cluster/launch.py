@@ -25,6 +25,7 @@ from blockferry.cluster.instance_plans import plan_of
 from blockferry.cluster.interrupt import stop_signals
 from blockferry.cluster.launch_progress import Progress, Report
 from blockferry.cluster.placement import PlacedInstance
+from blockferry.cluster.plan_facts import facts_of_instance
 from blockferry.cluster.ray_session import NAMESPACE
 from blockferry.cluster.scheduler_host import InstanceSettings, SchedulerSettings, WorkerPlace
 from blockferry.cluster.sockets import Endpoints
@@ -280,6 +281,7 @@ def _start_scheduler(
                 cache=instance.config.cache,
                 scheduler=instance.config.scheduler,
                 max_num_encoder_tokens=plans[instance.instance_id].model.num_encoder_tokens,
+                plan=facts_of_instance(plans[instance.instance_id]),
             )
             for instance in running.instances
         ),

@@ -6,7 +6,7 @@ Plain values, small enough to travel to the scheduler; plans nothing and prints 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from blockferry.engine.kv.instance_plan import InstancePlan, stage_layers
@@ -108,8 +108,32 @@ def span_of(pp_rank: int, layer_ids: frozenset[int], model: ModelLayers) -> Stag
 
 def summary_of(plan: Mapping[str, Any]) -> str:
     """One line about a plan in JSON."""
-    kinds = ", ".join(dict.fromkeys(group["type"] for group in plan["groups"]))
     return (
-        f"{plan['planner']} plan, {plan['num_blocks']:,} blocks in {len(plan['groups'])} group(s) ({kinds}), "
+        f"{plan['planner']} plan of {len(plan['groups'])} group(s), {plan['num_blocks']:,} blocks hold "
         f"{plan['capacity_tokens']:,} tokens: {plan['max_concurrency']:,.2f} sequences of {plan['max_model_len']:,}"
     )
+
+
+def layer_words(numbers: Sequence[int]) -> str:
+    """Layer numbers made short: "0-4, 6-10 ... 60-61" for runs, "5-59 by 6" for equal distances."""
+    parts: list[str] = []
+    start = 0
+    while start < len(numbers):
+        stop = start + 1
+        step = numbers[stop] - numbers[start] if stop < len(numbers) else 1
+        while stop < len(numbers) and numbers[stop] - numbers[stop - 1] == step:
+            stop += 1
+        if step != 1 and stop - start < 3:
+            stop = start + 1  # two numbers are no pattern
+        parts.append(range_words(numbers[start], numbers[stop - 1], step))
+        start = stop
+    if len(parts) > 4:
+        return f"{parts[0]}, {parts[1]} ... {parts[-1]}"
+    return ", ".join(parts)
+
+
+def range_words(first: int, last: int, step: int = 1) -> str:
+    """Such as 5-59 by 6."""
+    if first == last:
+        return str(first)
+    return f"{first}-{last}" if step == 1 else f"{first}-{last} by {step}"

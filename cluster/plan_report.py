@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from blockferry.cluster.cli_output import size_words
-from blockferry.cluster.plan_facts import PlanFacts, StageSpan, facts_of
+from blockferry.cluster.plan_facts import PlanFacts, StageSpan, facts_of, layer_words, range_words
 from blockferry.engine.kv.model_layers import ModelLayers
 from blockferry.engine.kv.plan import KVCachePlan, PlanRequest
 from blockferry.engine.kv.planners import Attempt
@@ -153,7 +153,7 @@ def group_table(planned: PlannedModel) -> Table:
         table.add_row(
             str(index),
             share.kind + (" (draft)" if share.is_draft else ""),
-            f"{len(share.layer_numbers)}: {_ranges(share.layer_numbers)}",
+            f"{len(share.layer_numbers)}: {layer_words(share.layer_numbers)}",
             f"{share.block_size} tok",
             size_words(share.page_bytes),
             f"{1 - share.content_bytes / share.stride_bytes:.1%}",
@@ -199,8 +199,8 @@ def summary_lines(planned: PlannedModel) -> Iterator[str]:
     """What the pool is cut into, and what it holds."""
     plan = planned.plan
     if planned.stage:
-        span = planned.stage
-        yield f"pipeline stage {span.pp_rank}, which holds least: layers {_range(span.first_layer, span.last_layer, 1)}"
+        span = range_words(planned.stage.first_layer, planned.stage.last_layer)
+        yield f"pipeline stage {planned.stage.pp_rank}, which holds least: layers {span}"
     if not plan.groups:
         yield "nothing to cache: no layer of this model keeps anything between steps"
         return
@@ -243,27 +243,3 @@ def _page_bar(share: GroupShare, total_bytes: int) -> Iterator[str]:
             yield "│"
         else:
             yield "█" if offset < share.content_bytes else "░"
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Layer numbers made short: "0-4, 6-10 ... 60-61" for runs, "5-59 by 6" for equal distances."""
-    parts: list[str] = []
-    start = 0
-    while start < len(numbers):
-        stop = start + 1
-        step = numbers[stop] - numbers[start] if stop < len(numbers) else 1
-        while stop < len(numbers) and numbers[stop] - numbers[stop - 1] == step:
-            stop += 1
-        if step != 1 and stop - start < 3:
-            stop = start + 1  # two numbers are no pattern
-        parts.append(_range(numbers[start], numbers[stop - 1], step))
-        start = stop
-    if len(parts) > 4:
-        return f"{parts[0]}, {parts[1]} ... {parts[-1]}"
-    return ", ".join(parts)
-
-
-def _range(first: int, last: int, step: int) -> str:
-    if first == last:
-        return str(first)
-    return f"{first}-{last}" if step == 1 else f"{first}-{last} by {step}"

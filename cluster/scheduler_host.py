@@ -6,8 +6,10 @@ Runs in any process, with or without Ray; imports no torch.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
+from blockferry.cluster.plan_facts import PlanFacts
 from blockferry.cluster.scheduler_loop import LoopTiming, Member, SchedulerLoop
 from blockferry.connectors.base import TransferMode
 from blockferry.connectors.pd_scheduler import PdScheduler
@@ -31,6 +33,7 @@ class InstanceSettings:
     cache: CacheConfig
     scheduler: SchedulerConfig
     max_num_encoder_tokens: int = 0  # of one encoder input
+    plan: PlanFacts | None = None  # that kv was made from; for status only
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,12 @@ class SchedulerSettings:
             "workers": [dataclasses.asdict(worker) for worker in self.workers],
             "connector": None if self.connector is None else f"{self.connector.transport} {self.connector.mode}",
         }
+
+    def status(self, snapshot: Mapping[str, Any]) -> dict[str, Any]:
+        """What `status` shows of the deployment, given the loop's snapshot: each instance with its plan."""
+        plans = {one.instance_id: None if one.plan is None else one.plan.to_json() for one in self.instances}
+        instances = [one | {"plan": plans[one["instance_id"]]} for one in snapshot["instances"]]
+        return {**self.summary(), **snapshot, "instances": instances}
 
 
 def build_loop(settings: SchedulerSettings, *, bind_host: str) -> SchedulerLoop:
