@@ -12,7 +12,7 @@ from typing import Protocol
 
 from blockferry.cluster.checkpoint import local_folder, read_checkpoint, resolve_model, stored_dtype
 from blockferry.cluster.fetch import Progress
-from blockferry.cluster.instance_plans import PLANNERS, plan_of
+from blockferry.cluster.instance_plans import CACHE_DTYPES, PLANNERS, plan_of
 from blockferry.cluster.yaml_reader import Section, load_yaml
 from blockferry.engine.config import (
     ApiConfig,
@@ -154,6 +154,7 @@ def _cache(section: Section, base: CacheConfig) -> CacheConfig:
         memory_bytes=section.size("memory", base.memory_bytes),
         planner=section.choice("planner", base.planner, PLANNERS),
         layout=section.choice("layout", base.layout, LAYOUTS),
+        dtype=section.choice("dtype", base.dtype, CACHE_DTYPES),
         enable_prefix_caching=section.flag("enable_prefix_caching", default=base.enable_prefix_caching),
         watermark=section.number("watermark", base.watermark, minimum=0.0, maximum=0.9),
     )

@@ -5,16 +5,19 @@ from __future__ import annotations
 from blockferry.engine.config import InstanceConfig, ModelConfig
 from blockferry.engine.errors import ConfigError
 from blockferry.engine.kv.instance_plan import InstancePlan, InstanceRequest, plan_instance
+from blockferry.engine.kv.model_layers import CacheDType
 from blockferry.engine.kv.plan import Planner
 from blockferry.engine.models.config import ModelHeader
 
 AUTO = "auto"
 PLANNERS = (AUTO, *Planner)
+CACHE_DTYPES = (CacheDType.AUTO, CacheDType.FP8)
 _PLACES = {  # where a planner's word for a setting stands in a deployment file
     "tp": "{}.tensor_parallel",
     "pipeline_parallel": "{}.pipeline_parallel",
     "planner": "{}.cache.planner",
     "layout": "{}.cache.layout",
+    "cache_dtype": "{}.cache.dtype",
     "": "{}.cache",
 }
 
@@ -33,6 +36,7 @@ def plan_of(model: ModelConfig, header: ModelHeader, instance: InstanceConfig, *
         layout=cache.layout,
         tp_size=instance.tensor_parallel,
         pp_size=instance.pipeline_parallel,
+        cache_dtype=CacheDType(cache.dtype),
     )
     try:
         return plan_instance(header.values, request)

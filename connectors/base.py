@@ -92,6 +92,7 @@ class PoolLayout:
     tp_size: int = 1  # ranks that share a state's parts among them, or that each have a copy of a latent
     offset: int = 0  # of block 0, layer slot 0, first head, first token
     strides: Strides | None = None  # None: the axes follow each other without gaps, in `order`
+    scales: bytes = b""  # of content in fp8: little-endian float32 [layers, heads, 2], of K and of V
 
     @property
     def num_bytes(self) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -19,7 +20,7 @@ import msgpack
 from blockferry.connectors.base import ContentKind, HandshakeRefused, PoolEndpoint, PoolLayout, Strides
 from blockferry.connectors.layout import strides
 
-HANDSHAKE_VERSION = 2
+HANDSHAKE_VERSION = 3
 
 
 def encode_endpoint(endpoint: PoolEndpoint) -> bytes:
@@ -130,6 +131,23 @@ def _check_layouts(difference: _Difference, mine: PoolLayout, theirs: PoolLayout
         difference,
         {"dtype": (mine.dtype, theirs.dtype), "content_bytes": (mine.content_bytes, theirs.content_bytes)},
     )
+    own_scales, peer_scales = _scales(mine), _scales(theirs)
+    for cell in sorted(own_scales.keys() & peer_scales.keys()):
+        here, there = own_scales[cell], peer_scales[cell]
+        if here != there:
+            remedy = "calibrated scales need one tensor_parallel on both sides; a checkpoint may bring its own"
+            difference.refuse(f"scales of layer {cell.layer_id}, KV head {cell.head}", here, there, remedy=remedy)
+
+
+def _scales(layout: PoolLayout) -> dict[_Cell, tuple[float, float]]:
+    """K's and V's scale of every layer and head; empty where nothing is scaled."""
+    values = zip(struct.iter_unpack("<2f", layout.scales), strict=False)
+    cells = (
+        _Cell(layout.group, layer_id, layout.head_start + head)
+        for layer_id in layout.layer_ids
+        for head in range(layout.num_heads)
+    )
+    return {cell: (k_scale, v_scale) for cell, ((k_scale, v_scale),) in zip(cells, values, strict=False)}
 
 
 def _check_equal(difference: _Difference, values: Mapping[str, tuple[object, object]]) -> None:

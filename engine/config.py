@@ -61,6 +61,7 @@ class CacheConfig:
     memory_bytes: int = 1 << 30  # per rank
     planner: str = "auto"  # or uniform, slab, unified
     layout: str = "BHLNC"
+    dtype: str = "auto"  # of keys, values and latents: the model's; or fp8
     enable_prefix_caching: bool = True
     watermark: float = 0.01
 

@@ -65,7 +65,7 @@ class TapedDecode:
 def can_tape(model: Decoder, pages: Sequence[torch.Tensor]) -> bool:
     """Whether every layer's kernels can run from memory alone: tiled bfloat16 layers, heads of whole vectors."""
     source = model.tape_source
-    if source is None or not pages:
+    if source is None or not pages or any(page.dtype is not torch.bfloat16 for page in pages):
         return False
     return all(isinstance(linear, CpuLinear) for linear in model.layer_linears) and source.head_dim % LANES == 0
 

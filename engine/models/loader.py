@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import KeysView, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,17 @@ class Checkpoint:
 
     def __contains__(self, name: str) -> bool:
         return name in self._where
+
+    @property
+    def names(self) -> KeysView[str]:
+        """Of all tensors."""
+        return self._where.keys()
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A whole tensor, small and of any shape, as it is stored."""
+        part = self._slice(name)
+        value: torch.Tensor = part[...] if part.get_shape() else self._files[self._where[name].name].get_tensor(name)
+        return value
 
     def read_into(
         self,

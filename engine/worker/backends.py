@@ -8,8 +8,10 @@ import torch
 
 from blockferry.engine.attention.base import AttentionBackend, LatentBackend
 from blockferry.engine.attention.cpu import CpuAttention
+from blockferry.engine.attention.fp8 import ScaledAttention, ScaledLatentAttention
 from blockferry.engine.attention.latent import TorchLatentAttention
 from blockferry.engine.config import Device, DType
+from blockferry.engine.kv.model_layers import CacheDType
 from blockferry.engine.models.cpu_decode import TapedDecode, can_tape
 from blockferry.engine.models.cpu_ops import CpuOps
 from blockferry.engine.models.decoder import Decoder
@@ -23,19 +25,20 @@ from blockferry.engine.worker.paged_caches import GroupMetadata, PagedCaches
 TORCH_DTYPES = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16}
 
 
-def attention_backend(device: Device) -> AttentionBackend:
-    """The attention backend of a device."""
+def attention_backend(device: Device, cache_dtype: CacheDType = CacheDType.AUTO) -> AttentionBackend:
+    """The attention backend of a device for keys and values of a type."""
     if device is Device.CPU:
-        return CpuAttention()
+        return ScaledAttention(CpuAttention()) if cache_dtype is CacheDType.FP8 else CpuAttention()
     from blockferry.engine.attention.triton import TritonAttention  # loads Triton, which CPU workers never need
 
     return TritonAttention()
 
 
-def latent_backend(device: Device) -> LatentBackend:
-    """The latent-attention backend of a device."""
+def latent_backend(device: Device, cache_dtype: CacheDType = CacheDType.AUTO) -> LatentBackend:
+    """The latent-attention backend of a device for latents of a type."""
     if device is Device.CPU:
-        return TorchLatentAttention()
+        backend = TorchLatentAttention()
+        return ScaledLatentAttention(backend) if cache_dtype is CacheDType.FP8 else backend
     from blockferry.engine.attention.triton_latent import TritonLatentAttention  # loads Triton, as above
 
     return TritonLatentAttention()

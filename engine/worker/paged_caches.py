@@ -17,6 +17,9 @@ from blockferry.engine.kv.reach import EncoderReach
 from blockferry.engine.kv.spec import AttentionSpec
 from blockferry.engine.models.state_ops import StateMetadata
 from blockferry.engine.models.step import LayerStates
+from blockferry.kernels.fp8 import CacheScales
+
+_NO_SCALES: Mapping[int, CacheScales] = {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,11 @@ class LayerPages:
 
     group: int
     tensors: tuple[torch.Tensor, ...]
+    scales: CacheScales | None = None  # of pages in fp8
+
+    def rule(self, rule: AttentionRule) -> AttentionRule:
+        """The layer's rule as backends need it for these pages."""
+        return rule if self.scales is None else dataclasses.replace(rule, scales=self.scales)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +55,20 @@ class StagePages:
     cross: Mapping[int, LayerPages] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, plan: KVCachePlan, model: ModelLayers, views: Mapping[int, tuple[torch.Tensor, ...]]) -> StagePages:
-        """From a plan, whose layer ids count the caches of `model`, and its views per layer id."""
+    def of(
+        cls,
+        plan: KVCachePlan,
+        model: ModelLayers,
+        views: Mapping[int, tuple[torch.Tensor, ...]],
+        scales: Mapping[int, CacheScales] = _NO_SCALES,
+    ) -> StagePages:
+        """From a plan, whose layer ids count the caches of `model`, and its views and scales per layer id."""
         attention: dict[int, LayerPages] = {}
         states: dict[int, LayerPages] = {}
         cross: dict[int, LayerPages] = {}
         for region in plan.regions:
             for layer_id in region.layer_ids:
-                pages = LayerPages(group=region.group, tensors=views[layer_id])
+                pages = LayerPages(group=region.group, tensors=views[layer_id], scales=scales.get(layer_id))
                 match model.layers[layer_id]:
                     case AttentionSpec(reach=EncoderReach()):
                         kind = cross
@@ -91,7 +105,9 @@ class PagedCaches:
         pages = self.pages.attention[layer]
         metadata = self._metadata[pages.group].attention
         assert metadata is not None, (layer, pages.group)
-        return self._attention.forward(q_THD, k_TKD, v_TKD, kv_cache=pages.tensors[0], metadata=metadata, rule=rule)
+        return self._attention.forward(
+            q_THD, k_TKD, v_TKD, kv_cache=pages.tensors[0], metadata=metadata, rule=pages.rule(rule)
+        )
 
     def attend_latent(
         self, layer: int, q_THR: torch.Tensor, latent_TR: torch.Tensor, rule: AttentionRule, *, value_dim: int
@@ -101,7 +117,7 @@ class PagedCaches:
         metadata = self._metadata[pages.group].attention
         assert metadata is not None, (layer, pages.group)
         return self._latent.forward(
-            q_THR, latent_TR, kv_cache=pages.tensors[0], metadata=metadata, rule=rule, value_dim=value_dim
+            q_THR, latent_TR, kv_cache=pages.tensors[0], metadata=metadata, rule=pages.rule(rule), value_dim=value_dim
         )
 
     def write_cross(self, layer: int, k_NKD: torch.Tensor, v_NKD: torch.Tensor) -> None:

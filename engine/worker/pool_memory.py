@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from blockferry.engine.kv.model_layers import CacheDType
 from blockferry.engine.kv.plan import KVCachePlan
 from blockferry.engine.kv.spec import MambaSpec
 from blockferry.engine.worker.page_views import PageDTypes
+from blockferry.kernels.fp8 import FP8
 
 Allocate = Callable[[int], NDArray[np.uint8]]
 
@@ -25,9 +27,10 @@ def make_memory(num_bytes: int, *, device: torch.device, allocate: Allocate) -> 
     return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
 
-def page_dtypes(plan: KVCachePlan, dtype: torch.dtype) -> PageDTypes:
+def page_dtypes(plan: KVCachePlan, dtype: torch.dtype, cache_dtype: CacheDType = CacheDType.AUTO) -> PageDTypes:
     """Element types of a plan's pages on a model of `dtype`; states of four bytes are float32."""
     sizes = next((region.spec.dtype_bytes for region in plan.regions if isinstance(region.spec, MambaSpec)), ())
     return PageDTypes(
-        kv=dtype, states=tuple(torch.float32 if size == torch.float32.itemsize else dtype for size in sizes)
+        kv=FP8 if cache_dtype is CacheDType.FP8 else dtype,
+        states=tuple(torch.float32 if size == torch.float32.itemsize else dtype for size in sizes),
     )

@@ -9,6 +9,7 @@ import dataclasses
 from pathlib import Path
 
 from blockferry.engine.config import Device, DType
+from blockferry.engine.kv.model_layers import CacheDType
 from blockferry.engine.models.sharding import RankPlace
 
 
@@ -18,6 +19,7 @@ class WorkerSpec:
 
     model_path: Path
     dtype: DType
+    cache_dtype: CacheDType = CacheDType.AUTO  # of keys, values and latents; AUTO: dtype
     max_model_len: int
     max_rows: int  # SchedulerConfig.max_num_seqs
     max_num_batched_tokens: int

@@ -38,7 +38,7 @@ def warm_up_plans(spec: WorkerSpec, ledger: KVCacheConfig, max_num_encoder_token
         StepPlan(
             step_id=-3,
             new_rows=(prompt,),
-            deltas=_deltas(ledger, num_tokens + 1),
+            deltas=first_blocks(ledger, num_tokens + 1),
             rows=_ROW,
             num_computed=np.zeros(1, np.int32),
             num_scheduled=np.array([num_tokens], np.int32),
@@ -62,8 +62,8 @@ def _fits(ledger: KVCacheConfig, num_tokens: int) -> bool:
     return all(count <= ledger.slab.num_pages(group) for group, count in enumerate(counts))
 
 
-def _deltas(ledger: KVCacheConfig, num_tokens: int) -> BlockDeltas:
-    """Every group's first columns. In slabs, groups number pages of their own, which may lie in the same bytes."""
+def first_blocks(ledger: KVCacheConfig, num_tokens: int) -> BlockDeltas:
+    """Row 0's first columns. In slabs, groups number pages of their own, which may lie in the same bytes."""
     counts = [group.spec.num_blocks_for(num_tokens) for group in ledger.groups]
     columns = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])
     return BlockDeltas(

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from blockferry.connectors.base import PoolLayout
 from blockferry.engine.config import Device
@@ -18,9 +20,9 @@ from blockferry.engine.kv.block_table import BlockTable
 from blockferry.engine.kv.instance_plan import InstancePlan
 from blockferry.engine.kv.model_config import ModelConfig
 from blockferry.engine.kv.model_families import kv_head_span
-from blockferry.engine.kv.model_layers import ModelLayers
+from blockferry.engine.kv.model_layers import CacheDType, ModelLayers
 from blockferry.engine.kv.reach import SequenceLimits, SpecKind
-from blockferry.engine.kv.spec import KVCacheGroup
+from blockferry.engine.kv.spec import AttentionSpec, KVCacheGroup
 from blockferry.engine.models.decoder import Decoder
 from blockferry.engine.models.loader import fingerprint
 from blockferry.engine.models.registry import ModelParts, load_model
@@ -38,8 +40,17 @@ from blockferry.engine.worker.backends import (
     state_ops,
 )
 from blockferry.engine.worker.block_table import apply_deltas
+from blockferry.engine.worker.cache_scales import scaled_layouts, stored_scales
+from blockferry.engine.worker.calibration import (
+    ObservedAttention,
+    ObservedLatentAttention,
+    calibration_plan,
+    calibration_steps,
+    no_magnitudes,
+    scales_of,
+)
 from blockferry.engine.worker.inputs import GroupTable, build_inputs, encoder_input
-from blockferry.engine.worker.model_runner import ModelRunner
+from blockferry.engine.worker.model_runner import LayerByLayer, LayerCompute, ModelRunner
 from blockferry.engine.worker.outputs import NOTHING, OutputStage, StepOutcome, num_sampled
 from blockferry.engine.worker.page_views import PageViews
 from blockferry.engine.worker.paged_caches import PagedCaches, StagePages
@@ -49,6 +60,7 @@ from blockferry.engine.worker.pool_memory import Allocate, make_memory, page_dty
 from blockferry.engine.worker.sampling_state import SamplingState
 from blockferry.engine.worker.spec import WorkerSpec
 from blockferry.engine.worker.warm_up import warm_up_plans
+from blockferry.kernels.fp8 import CacheScales
 
 
 class Worker:
@@ -99,7 +111,7 @@ class Worker:
     def layouts(self) -> tuple[PoolLayout, ...]:
         """Where every page lies that may be ferried, once init_cache() made them."""
         assert self._cache is not None, "init_cache() comes first"
-        return pool_layouts(
+        layouts = pool_layouts(
             self._cache.plan.stages[self.spec.pp_rank],
             order=self.spec.layout,
             dtype=self.spec.dtype.value,
@@ -107,25 +119,60 @@ class Worker:
             tp_rank=self.spec.tp_rank,
             tp_size=self.spec.tp_size,
         )
+        is_fp8 = self.spec.cache_dtype is CacheDType.FP8
+        return scaled_layouts(layouts, self._cache.scales) if is_fp8 else layouts
 
     def init_cache(self, plan: InstancePlan, allocate: Allocate) -> None:
-        """Make this rank's pool of the plan in memory from allocate(num_bytes), which a GPU's pool does not call."""
-        assert self._parallel is not None, "load() comes first"
+        """Make this rank's pool of the plan in memory from allocate(num_bytes), which a GPU's pool does not call.
+
+        A cache in fp8 takes its scales from the checkpoint, or computes a fixed prompt for them: all ranks at once.
+        """
+        device, cache_dtype = self.spec.device, self.spec.cache_dtype
+        scales = self._find_scales(plan) if cache_dtype is CacheDType.FP8 else {}
+        views = self._views(plan, allocate, cache_dtype)
+        pages = StagePages.of(plan.stages[self.spec.pp_rank], plan.model, views.layers, scales)
+        caches = PagedCaches(pages, attention_backend(device, cache_dtype), latent_backend(device, cache_dtype))
+        self._open(plan, views, layer_compute(device, self.model, caches), scales)
+
+    def _find_scales(self, plan: InstancePlan) -> Mapping[int, CacheScales]:
+        """Of every layer that attends, by layer id; from calibration, of this stage's."""
+        attending = {i: spec for i, spec in enumerate(plan.model.layers) if isinstance(spec, AttentionSpec)}
+        numbers, device = plan.model.layer_numbers, self._device
+        stored = stored_scales(self.spec.model_path, attending, numbers, kv_heads=self._kv_heads, device=device)
+        return self._calibrate() if stored is None else stored
+
+    def _calibrate(self) -> Mapping[int, CacheScales]:
+        header = self.model.header
+        plan = calibration_plan(self.spec, header)
+        views = self._views(plan, _zeroed, CacheDType.AUTO)
+        magnitudes = no_magnitudes(plan, views.layers)
+        pages = StagePages.of(plan.stages[self.spec.pp_rank], plan.model, views.layers, magnitudes)
+        attention = ObservedAttention(attention_backend(self.spec.device))
+        caches = PagedCaches(pages, attention, ObservedLatentAttention(latent_backend(self.spec.device)))
+        self._open(plan, views, LayerByLayer(self.model, caches), {})  # no tape, which would pass by the observers
+        for step in calibration_steps(self.spec, plan, header):
+            self.execute(step)
+        return scales_of(magnitudes)
+
+    def _views(self, plan: InstancePlan, allocate: Allocate, cache_dtype: CacheDType) -> PageViews:
         stage = plan.stages[self.spec.pp_rank]
-        memory = make_memory(stage.pool_bytes, device=self._device, allocate=allocate)
-        views = PageViews(
+        return PageViews(
             stage,
-            memory,
+            make_memory(stage.pool_bytes, device=self._device, allocate=allocate),
             layout=self.spec.layout,
-            dtypes=page_dtypes(stage, self._dtype),
+            dtypes=page_dtypes(stage, self._dtype, cache_dtype),
             num_kv_heads=len(self._kv_heads),
         )
-        pages = StagePages.of(stage, plan.model, views.layers)
-        caches = PagedCaches(pages, attention_backend(self.spec.device), latent_backend(self.spec.device))
+
+    def _open(
+        self, plan: InstancePlan, views: PageViews, layers: LayerCompute, scales: Mapping[int, CacheScales]
+    ) -> None:
+        """Make ready to execute plans in a pool."""
+        assert self._parallel is not None, "load() comes first"
         hidden_shape = (self.spec.max_num_batched_tokens, self.model.header.hidden_size)
         runner = ModelRunner(
             self.model,
-            layer_compute(self.spec.device, self.model, caches),
+            layers,
             parallel=self._parallel,
             hidden_TE=torch.empty(hidden_shape, dtype=self._dtype, device=self._device),
         )
@@ -136,6 +183,7 @@ class Worker:
             views=views,
             runner=runner,
             output=OutputStage(runner, self._rows, self._sampling),
+            scales=scales,
         )
 
     def warm_up(self) -> None:
@@ -239,3 +287,8 @@ class _Cache:
     views: PageViews
     runner: ModelRunner
     output: OutputStage
+    scales: Mapping[int, CacheScales]  # by layer id, where the cache is fp8
+
+
+def _zeroed(num_bytes: int) -> NDArray[np.uint8]:
+    return np.zeros(num_bytes, np.uint8)
