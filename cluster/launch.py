@@ -34,6 +34,7 @@ from blockferry.connectors.base import TransferMode
 from blockferry.engine.config import DeploymentConfig, Role
 from blockferry.engine.errors import BlockferryError
 from blockferry.engine.kv.instance_plan import InstancePlan
+from blockferry.engine.kv.model_layers import CacheDType
 from blockferry.engine.worker.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
@@ -197,6 +198,7 @@ def _worker_settings(
     spec = WorkerSpec(
         model_path=config.model.path,
         dtype=config.model.dtype,
+        cache_dtype=CacheDType(shape.cache.dtype),
         max_model_len=config.model.max_model_len,
         max_rows=shape.scheduler.max_num_seqs,
         max_num_batched_tokens=shape.scheduler.max_num_batched_tokens,
