@@ -10,8 +10,10 @@ import contextlib
 import dataclasses
 import functools
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
@@ -20,6 +22,8 @@ import transformers
 from support.tiny_weights import WeightScale, randomise
 
 VOCAB_SIZE = 192
+BYTE_VOCAB_SIZE = 260  # every byte is its own id, then begin, end, padding and a spare one
+BYTE_MODELS_DIR = Path(__file__).parent.parent / "data" / "byte_models"
 _UNTIED = WeightScale(matrix=0.16)
 _RECURRENT = WeightScale(matrix=0.08)
 # a tied head repeats the last token unless the layers outweigh its embedding
@@ -295,6 +299,25 @@ FAMILIES: dict[str, TinyFamily] = {
         ),
     )
 }
+
+
+def byte_models() -> dict[str, Path]:
+    """Folders of the trained byte-level models by family; see train_byte_models.py. Weights are bfloat16."""
+    return {folder.name: folder for folder in sorted(BYTE_MODELS_DIR.iterdir())}
+
+
+@functools.cache
+def byte_text() -> bytes:
+    """Python's documentation of its language, as this CPython carries it, with runs of spaces cut to one.
+
+    The byte-level models know the beginning of one edition of it by heart.
+    """
+    return re.sub(" +", " ", "\n".join(topics[name] for name in sorted(topics))).encode()
+
+
+def byte_prompt(num_bytes: int, *, first: int = 0) -> list[int]:
+    """Token ids of a stretch of byte_text."""
+    return list(byte_text()[first : first + num_bytes])
 
 
 def checkpoint(name: str, folders: pytest.TempPathFactory) -> Path:

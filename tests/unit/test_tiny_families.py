@@ -8,6 +8,8 @@ import transformers
 from support.tiny_families import (
     FAMILIES,
     build,
+    byte_models,
+    byte_prompt,
     checkpoint,
     load_reference,
     make_prompt,
@@ -19,6 +21,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 START = 2  # begins a decoder's sequence
 NUM_TOKENS = 24
+BYTE_MODELS = ["bamba", "gemma3_text", "lfm2", "qwen3_next"]
 RECURRENT = [name for name, family in FAMILIES.items() if family.has_state]
 # what bites only where it is shorter or lower than what the prompt needs, and the value that switches it off
 LIMITS = [
@@ -91,6 +94,31 @@ def test_building_twice_gives_the_same_weights(tmp_path):
     second = build(FAMILIES["gpt_oss"], tmp_path / "second")
 
     assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("name", BYTE_MODELS)
+def test_byte_model_knows_its_text(name):
+    prompt = byte_prompt(600, first=5000)
+
+    logits_TV = reference_logits(byte_models()[name], prompt)
+
+    loss = torch.nn.functional.cross_entropy(logits_TV[300:-1], torch.tensor(prompt[301:]))
+    assert loss < 1.5  # nats per byte; 5.6 would be knowing nothing, and this Python's text may differ from the learnt
+
+
+@pytest.mark.parametrize("first", [1000, 9000])
+@pytest.mark.parametrize("name", BYTE_MODELS)
+def test_byte_model_continues_a_long_prompt_with_varied_text(name, first):
+    tokens = reference_tokens(byte_models()[name], byte_prompt(320, first=first), 64)
+
+    assert len(set(tokens)) >= 10
+    assert bytes(tokens).isascii()
+
+
+def test_byte_models_are_small():
+    sizes = [file.stat().st_size for folder in byte_models().values() for file in folder.iterdir()]
+
+    assert sum(sizes) < 2 << 20
 
 
 @functools.cache
