@@ -7,9 +7,9 @@ plans are made for any number of ranks without any.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from blockferry.engine.config import DType, Role, SchedulerConfig
 from blockferry.engine.kv.assembly import LedgerOptions
 from blockferry.engine.kv.instance_plan import InstancePlan, InstanceRequest, plan_instance
 from blockferry.engine.kv.manager import KVCacheManager
+from blockferry.engine.kv.model_layers import CacheDType
 from blockferry.engine.kv.plan import Planner
 from blockferry.engine.models.config import read_header
 from blockferry.engine.request import Request, SamplingParams
@@ -35,6 +36,8 @@ INSTANCE = "mixed0"
 class EngineOptions:
     """Shape of the instance; the defaults are small enough that windows, chunks and states leave their blocks."""
 
+    dtype: DType = DType.FLOAT32
+    cache_dtype: CacheDType = CacheDType.AUTO
     max_model_len: int = 256
     max_rows: int = 8
     max_num_batched_tokens: int = 48  # prompts are computed in chunks
@@ -51,7 +54,8 @@ class EngineOptions:
     def worker_spec(self, path: Path) -> WorkerSpec:
         return WorkerSpec(
             model_path=path,
-            dtype=DType.FLOAT32,
+            dtype=self.dtype,
+            cache_dtype=self.cache_dtype,
             max_model_len=self.max_model_len,
             max_rows=self.max_rows,
             max_num_batched_tokens=self.max_num_batched_tokens,
@@ -61,8 +65,12 @@ class EngineOptions:
         )
 
     def plan(self, path: Path) -> InstancePlan:
+        return self.plan_values(read_header(path).values)
+
+    def plan_values(self, config: Mapping[str, Any]) -> InstancePlan:
         request = InstanceRequest(
-            dtype="float32",
+            dtype=self.dtype.value,
+            cache_dtype=self.cache_dtype,
             max_model_len=self.max_model_len,
             max_in_flight_tokens=self.max_num_batched_tokens * self.num_steps_in_flight,
             memory_bytes=self.memory_bytes,
@@ -73,7 +81,7 @@ class EngineOptions:
             tp_size=self.tp_size,
             pp_size=self.pp_size,
         )
-        return plan_instance(read_header(path).values, request)
+        return plan_instance(config, request)
 
 
 def nan_memory(num_bytes: int) -> np.ndarray:

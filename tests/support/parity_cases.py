@@ -11,7 +11,7 @@ from pathlib import Path
 
 from support.covering import Row, cover
 from support.local_engine import EngineOptions, LocalEngine, OracleExecutor
-from support.tiny_families import FAMILIES, build, make_prompt, reference_tokens
+from support.tiny_families import FAMILIES, make_prompt, reference_tokens
 
 from blockferry.engine.errors import ConfigError
 from blockferry.engine.kv.plan import Planner
@@ -60,10 +60,9 @@ def expected(folder: Path) -> list[list[int]]:
     return [reference_tokens(folder, prompt, NUM_OUTPUT) for prompt in prompts()]
 
 
-def cases(folder: Path, *, strength: int) -> list[ParityCase]:
+def cases(*, strength: int) -> list[ParityCase]:
     """A covering array over all families; combinations that a planner refuses by name are left out."""
-    paths = {name: build(FAMILIES[name], folder) for name in NAMES}
-    return [_case(row) for row in cover(FACTORS, strength=strength, is_possible=lambda row: _is_possible(row, paths))]
+    return [_case(row) for row in cover(FACTORS, strength=strength, is_possible=_is_possible)]
 
 
 def _case(row: Row) -> ParityCase:
@@ -79,15 +78,15 @@ def _case(row: Row) -> ParityCase:
     return ParityCase(family=str(row["family"]), options=options, preempts=preempts)
 
 
-def _is_possible(row: Row, paths: dict[str, Path]) -> bool:
-    return _is_plannable(paths[str(row["family"])], str(row["layout"]), row["planner"], row["block_size"])
+def _is_possible(row: Row) -> bool:
+    return _is_plannable(str(row["family"]), str(row["layout"]), row["planner"], row["block_size"])  # type: ignore[arg-type]  # by FACTORS
 
 
 @functools.cache
-def _is_plannable(path: Path, layout: str, planner: Planner | None, block_size: int | None) -> bool:
+def _is_plannable(family: str, layout: str, planner: Planner | None, block_size: int | None) -> bool:
     options = EngineOptions(layout=layout, planner=planner, block_size=block_size, max_model_len=128)
     try:
-        options.plan(path)
+        options.plan_values(FAMILIES[family].make_config().to_dict())
     except ConfigError:
         return False
     return True
