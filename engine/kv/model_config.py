@@ -5,6 +5,7 @@ Knows JSON, nothing of caches. Never guesses: a value that no caller named a def
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,7 +71,7 @@ class ModelConfig:
         if value is not None:
             return value
         if default is None:
-            raise ConfigError("config.json", f"{' or '.join(names)} is missing; without it no cache can be planned")
+            raise ConfigError("config.json", f"{' or '.join(names)} is missing; the model cannot be known without it")
         return default
 
     def find_integer(self, *names: str) -> int | None:
@@ -81,6 +82,38 @@ class ModelConfig:
                 continue
             return _whole_number(name, value, least=1)
         return None
+
+    def number(self, *names: str, default: float, above: float | None = None) -> float:
+        """The first of these that has a value: finite, and above a bound where there is one."""
+        value = self.find_number(*names, above=above)
+        return default if value is None else value
+
+    def find_number(self, *names: str, above: float | None = None) -> float | None:
+        """The same, or None where none of them has a value."""
+        for name in names:
+            value = self._values.get(name)
+            if value is None:
+                continue
+            if not _is_number(value) or (above is not None and value <= above):
+                bound = "" if above is None else f" above {above:g}"
+                raise ConfigError("config.json", f"{name} is {_quote(value)}; it must be a number{bound}")
+            return float(value)
+        return None
+
+    def numbers(self, name: str, *, count: int) -> list[float] | None:
+        """A list of so many, or None where the key has no value."""
+        found = self._list(name)
+        if found is not None and (len(found) != count or not all(map(_is_number, found))):
+            raise ConfigError("config.json", f"{name} is {_quote(found)}; it must be a list of {count} numbers")
+        return None if found is None else [float(entry) for entry in found]
+
+    def mapping(self, *names: str) -> ModelConfig:
+        """The first of these that has something in it, which must be keys and values; an empty one where none has."""
+        name = next((name for name in names if self.has(name)), None)
+        value = {} if name is None else self._values[name]
+        if not isinstance(value, Mapping):
+            raise ConfigError("config.json", f"{name} is {_quote(value)}; it must be an object of keys and values")
+        return ModelConfig(value)
 
     def count(self, *names: str, default: int = 0) -> int:
         """A whole number, 0 included."""
@@ -118,6 +151,10 @@ class ModelConfig:
 def _is_shared(key: str, value: object) -> bool:
     """Whether what the document says of itself holds for its language model, too."""
     return not isinstance(value, Mapping) or key == "quantization_config"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _whole_number(name: str, value: object, *, least: int) -> int:

@@ -169,6 +169,11 @@ def latent_contents(config: ModelConfig, options: ContentOptions) -> Sequence[KV
 
     Those are fp8 with a float32 scale for each 128 values, whatever the cache's own data type.
     """
+    heads = config.integer(*_HEAD_NAMES)
+    if heads % options.tp_size:
+        raise ConfigError(
+            "tp", f"{heads} query heads cannot be shared by {options.tp_size} ranks; use a divisor of {heads} for tp"
+        )
     latent = LatentContent(
         latent_dim=config.integer("kv_lora_rank") + config.integer("qk_rope_head_dim"),
         dtype_bytes=options.dtype_bytes,

@@ -90,7 +90,9 @@ def _mamba2_inner(config: ModelConfig, heads: int) -> int:
     inner = config.find_integer("mamba_d_ssm")
     if inner is None:
         head_dim = config.text("mamba_d_head", "auto")
-        named = config.find_integer("mamba_head_dim", "head_dim") if head_dim == "auto" else int(head_dim)
+        named = (
+            config.find_integer("mamba_head_dim", "head_dim") if head_dim == "auto" else config.integer("mamba_d_head")
+        )
         expanded = config.integer("mamba_expand", "expand", default=2) * config.integer("hidden_size")
         has_named_heads = config.find_integer("mamba_num_heads", "num_heads") is not None
         inner = heads * named if named is not None and has_named_heads else expanded

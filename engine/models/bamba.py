@@ -25,7 +25,7 @@ _ROTATED_PART = 0.5  # where rope_parameters do not say, as in transformers
 
 
 def build_bamba(build: Build) -> Decoder:
-    """One rank's part of a BambaForCausalLM. Raises ModelLoadError, ConfigError, TypeError, ValueError."""
+    """One rank's part of a BambaForCausalLM. Raises ModelLoadError or ConfigError."""
     config, header, placement = build.config, build.header, build.weights.placement
     rope = partial_rope_config({**header.values, "partial_rotary_factor": _ROTATED_PART}, header.max_positions)
     shape = attention_shape(build)

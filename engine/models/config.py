@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from blockferry.engine.errors import ModelLoadError
+from blockferry.engine.errors import ConfigError, ModelLoadError
+from blockferry.engine.kv.model_config import ModelConfig
 
 DENSE_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 SUPPORTED_ARCHITECTURES = (
@@ -108,8 +109,8 @@ class DecoderConfig:
 def read_header(path: Path) -> ModelHeader:
     """Read `path`/config.json. Raises ModelLoadError for a missing, malformed or unsupported one."""
     values = read_json(path / "config.json")
-    architectures = values.get("architectures") or ["(none)"]
-    architecture = str(architectures[0])
+    named = values.get("architectures")
+    architecture = str(named[0]) if isinstance(named, list) and named else "(none)"
     if architecture not in SUPPORTED_ARCHITECTURES:
         raise ModelLoadError(
             f"{path}: architecture {architecture} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
@@ -120,25 +121,32 @@ def read_header(path: Path) -> ModelHeader:
         header = _header(architecture, values)
         if architecture in DENSE_ARCHITECTURES:
             dense_config(header)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ModelLoadError(f"{path / 'config.json'}: {_describe(error)}") from error
+    except ConfigError as error:
+        raise load_error(path, error) from error
     return header
+
+
+def load_error(path: Path, error: ConfigError) -> ModelLoadError:
+    """What is wrong with the checkpoint at `path`, in one line."""
+    words = f"{path / 'config.json'}: {error.reason}" if error.path == "config.json" else f"{path}: {error.reason}"
+    return ModelLoadError(words)
 
 
 def _header(architecture: str, values: Mapping[str, Any]) -> ModelHeader:
     text = values.get("text_config")
-    own: Mapping[str, Any] = {**values, **text} if isinstance(text, Mapping) else values
-    default_eps = _NORM_EPS.get(architecture, 1e-6)
-    is_encoder_decoder = bool(own.get("is_encoder_decoder", False))
+    own = {**values, **text} if isinstance(text, Mapping) else dict(values)
+    own.pop("text_config", None)
+    config = ModelConfig(own)
+    is_encoder_decoder = config.flag("is_encoder_decoder", default=False)
     ties_by_default = is_encoder_decoder or architecture.startswith("Gemma")
     return ModelHeader(
         architecture=architecture,
-        vocab_size=int(own["vocab_size"]),
-        hidden_size=int(own["d_model" if is_encoder_decoder else "hidden_size"]),
-        num_layers=int(own["decoder_layers" if is_encoder_decoder else "num_hidden_layers"]),
-        norm_eps=float(next((own[name] for name in _EPS_NAMES if own.get(name) is not None), default_eps)),
-        max_positions=int(own.get("max_position_embeddings") or _MAX_POSITIONS.get(architecture, 32768)),
-        has_tied_embeddings=bool(own.get("tie_word_embeddings", ties_by_default)),
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=config.integer("d_model" if is_encoder_decoder else "hidden_size"),
+        num_layers=config.integer("decoder_layers" if is_encoder_decoder else "num_hidden_layers"),
+        norm_eps=config.number(*_EPS_NAMES, default=_NORM_EPS.get(architecture, 1e-6), above=0.0),
+        max_positions=config.integer("max_position_embeddings", default=_MAX_POSITIONS.get(architecture, 32768)),
+        has_tied_embeddings=config.flag("tie_word_embeddings", default=ties_by_default),
         eos_token_ids=_token_ids(own.get("eos_token_id")),
         values=own,
     )
@@ -161,70 +169,105 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _describe(error: Exception) -> str:
-    return f"key {error} is missing" if isinstance(error, KeyError) else str(error)
-
-
 def dense_config(header: ModelHeader) -> DecoderConfig:
-    """What the Llama family's options are. Raises KeyError, TypeError or ValueError for what is missing or wrong."""
-    architecture, values = header.architecture, header.values
+    """What the Llama family's options are. Raises ConfigError for what is missing or wrong."""
+    architecture, config = header.architecture, ModelConfig(header.values)
     is_qwen2 = architecture == "Qwen2ForCausalLM"
     is_qwen3 = architecture == "Qwen3ForCausalLM"
     is_llama = architecture == "LlamaForCausalLM"
-    activation = values.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ValueError(f"hidden_act={activation} is not supported; supported: silu")
-    num_heads = int(values["num_attention_heads"])
-    num_kv_heads = int(values.get("num_key_value_heads", _KV_HEADS.get(architecture)) or num_heads)
+    check_activation(config)
+    num_heads = config.integer("num_attention_heads")
+    is_silent = "num_key_value_heads" not in header.values  # null means one for each head
+    default_kv_heads = _KV_HEADS.get(architecture, num_heads) if is_silent else num_heads
+    num_kv_heads = config.integer("num_key_value_heads", default=default_kv_heads)
     if num_heads % num_kv_heads:
-        raise ValueError(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
-    has_attention_bias = bool(values.get("attention_bias", False)) and (is_llama or is_qwen3)
-    head_dim = values.get("head_dim") or (128 if is_qwen3 else header.hidden_size // num_heads)
+        raise ConfigError(
+            "config.json", f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}"
+        )
+    has_attention_bias = config.flag("attention_bias", default=False) and (is_llama or is_qwen3)
     return DecoderConfig(
         hidden_size=header.hidden_size,
-        intermediate_size=int(values["intermediate_size"]),
+        intermediate_size=config.integer("intermediate_size"),
         num_layers=header.num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=int(head_dim),
-        rope=rope_config(values, header.max_positions),
+        head_dim=config.integer("head_dim", default=128 if is_qwen3 else header.hidden_size // num_heads),
+        rope=rope_config(header.values, header.max_positions),
         has_qkv_bias=is_qwen2 or has_attention_bias,
         has_out_bias=has_attention_bias,
-        has_mlp_bias=is_llama and bool(values.get("mlp_bias", False)),
+        has_mlp_bias=is_llama and config.flag("mlp_bias", default=False),
         has_qk_norm=is_qwen3,
     )
 
 
-def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+def check_activation(config: ModelConfig) -> None:
+    """Raises ConfigError for a hidden_act other than silu."""
+    activation = config.text("hidden_act", "silu")
+    if activation != "silu":
+        raise ConfigError("config.json", f"hidden_act={activation} is not supported; supported: silu")
 
 
-def rope_config(values: Mapping[str, Any], max_positions: int) -> RopeConfig:
-    """The rotary embedding of a family that rotates whole heads. Raises as dense_config."""
-    rope = partial_rope_config(values, max_positions)
+def _token_ids(value: object) -> tuple[int, ...]:
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(token_id, bool) or not isinstance(token_id, int) for token_id in ids):
+        raise ConfigError("config.json", f"eos_token_id is {value!r}; it must be a token id or a list of them")
+    return tuple(ids)
+
+
+def rope_scaling(values: Mapping[str, Any]) -> ModelConfig:
+    """The section on rotary embedding: rope_parameters, or rope_scaling of old. Raises ConfigError."""
+    return ModelConfig(values).mapping("rope_parameters", "rope_scaling")
+
+
+def rope_kind(scaling: ModelConfig) -> str:
+    """How rope_scaling's frequencies are scaled. Raises ConfigError."""
+    return scaling.text("rope_type", scaling.text("type", "default"))
+
+
+def rope_config(values: Mapping[str, Any], max_positions: int, *, theta: float = 10000.0) -> RopeConfig:
+    """The rotary embedding of a family that rotates whole heads. Raises as partial_rope_config."""
+    rope = partial_rope_config(values, max_positions, theta=theta)
     if rope.rotated_part != 1.0:
-        raise ValueError(f"partial_rotary_factor={rope.rotated_part} is not supported; supported: 1.0")
+        raise ConfigError("config.json", f"partial_rotary_factor={rope.rotated_part} is not supported; supported: 1.0")
     return rope
 
 
-def partial_rope_config(values: Mapping[str, Any], max_positions: int) -> RopeConfig:
-    """Old style is rope_theta beside rope_scaling, new style is rope_parameters with both. Raises as dense_config."""
-    scaling: Mapping[str, Any] = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    kind = str(scaling.get("rope_type", scaling.get("type", "default")))
+def partial_rope_config(
+    values: Mapping[str, Any], max_positions: int, *, theta: float = 10000.0, rotated_part: float = 1.0
+) -> RopeConfig:
+    """Old style is rope_theta beside rope_scaling, new style is rope_parameters with both.
+
+    theta and rotated_part hold where the config names none. Raises ConfigError for what is wrong or not computed.
+    """
+    config, scaling = ModelConfig(values), rope_scaling(values)
+    kind = rope_kind(scaling)
     if kind not in _ROPE_KINDS:
-        raise ValueError(f"rope type {kind} is not supported; supported: {', '.join(_ROPE_KINDS)}")
-    partial = float(scaling.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0)))
-    if not 0 < partial <= 1:
-        raise ValueError(f"partial_rotary_factor={partial} is outside 0..1; it is the part of a head that is rotated")
+        raise ConfigError("config.json", f"rope_type={kind} is not supported; supported: {', '.join(_ROPE_KINDS)}")
+    partial = _first_number("partial_rotary_factor", scaling, config, default=rotated_part)
+    if partial > 1:
+        raise ConfigError(
+            "config.json", f"partial_rotary_factor={partial} exceeds 1; it is the part of a head that is rotated"
+        )
+    is_llama3 = kind == "llama3"
     # Dynamic scaling changes nothing up to the trained length, and check_length() allows no more.
     return RopeConfig(
-        theta=float(scaling.get("rope_theta", values.get("rope_theta", 10000.0))),
+        theta=_first_number("rope_theta", scaling, config, default=theta),
         rotated_part=partial,
         kind="default" if kind == "dynamic" else kind,
-        factor=float(scaling["factor"]) if kind in ("linear", "llama3") else 1.0,
-        low_freq_factor=float(scaling["low_freq_factor"]) if kind == "llama3" else 1.0,
-        high_freq_factor=float(scaling["high_freq_factor"]) if kind == "llama3" else 4.0,
-        original_max_positions=int(scaling.get("original_max_position_embeddings", max_positions)),
+        factor=_needed_number(scaling, "factor") if kind in ("linear", "llama3") else 1.0,
+        low_freq_factor=_needed_number(scaling, "low_freq_factor") if is_llama3 else 1.0,
+        high_freq_factor=_needed_number(scaling, "high_freq_factor") if is_llama3 else 4.0,
+        original_max_positions=scaling.integer("original_max_position_embeddings", default=max_positions),
     )
+
+
+def _first_number(name: str, *places: ModelConfig, default: float) -> float:
+    found = (place.find_number(name, above=0.0) for place in places)
+    return next((value for value in found if value is not None), default)
+
+
+def _needed_number(scaling: ModelConfig, name: str) -> float:
+    value = scaling.find_number(name, above=0.0)
+    if value is None:
+        raise ConfigError("config.json", f"{name} is missing beside rope_type={rope_kind(scaling)}")
+    return value

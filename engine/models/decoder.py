@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 
 from blockferry.engine.attention.base import AttentionRule
+from blockferry.engine.errors import ConfigError
 from blockferry.engine.kv.model_config import ModelConfig
 from blockferry.engine.kv.reach import ChunkReach, Reach, WindowReach
 from blockferry.engine.models.config import ModelHeader
@@ -194,9 +195,13 @@ class Decoder:
 
 
 def stage_shard(header: ModelHeader, place: RankPlace) -> StageShard:
-    """The part of one rank. Raises ValueError where there are more stages than layers."""
+    """The part of one rank. Raises ConfigError where there are more stages than layers."""
+    try:
+        layers = split_layers(header.num_layers, place.pp_rank, place.pp_size)
+    except ValueError as error:
+        raise ConfigError("pp", str(error)) from None
     return StageShard(
-        layers=split_layers(header.num_layers, place.pp_rank, place.pp_size),
+        layers=layers,
         vocab=split_padded(header.vocab_size, place.tp_rank, place.tp_size),
         vocab_stride=-(-header.vocab_size // place.tp_size),
         is_first_stage=place.pp_rank == 0,

@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from blockferry.engine.attention.base import AttentionRule
+from blockferry.engine.errors import ConfigError
 from blockferry.engine.models.blocks import FeedForward, GatedMlp, PreNormLayer, layer_norms, share
-from blockferry.engine.models.config import rope_config
+from blockferry.engine.models.config import rope_config, rope_kind, rope_scaling
 from blockferry.engine.models.decoder import Build, Decoder
 from blockferry.engine.models.layers import Linear, make_linear, rope_table
 from blockferry.engine.models.moe import SparseMlp, SparseParts, read_float_router, read_routed_experts
@@ -82,7 +82,7 @@ class LatentParts:
 
 
 def build_deepseek_v3(build: Build) -> Decoder:
-    """One rank's part of a DeepseekV3ForCausalLM. Raises ModelLoadError, ConfigError, KeyError or ValueError."""
+    """One rank's part of a DeepseekV3ForCausalLM. Raises ModelLoadError or ConfigError."""
     _check(build)
     shape = latent_shape(build)
     cos_sin, scale = _cos_sin(build, shape.rotated_dim), attention_scale(build, shape)
@@ -229,34 +229,26 @@ def _rotation(shape: LatentShape) -> torch.Tensor:
 
 def attention_scale(build: Build, shape: LatentShape) -> float:
     """The scale of scores; where rope_parameters have mscale_all_dim, YaRN sharpens here what its table does not."""
-    scale, scaling = float(shape.query_dim**-0.5), _rope_scaling(build)
-    weight = scaling.get("mscale_all_dim")
-    if _rope_kind(scaling) == "default" or not weight:
+    scale, scaling = float(shape.query_dim**-0.5), rope_scaling(build.header.values)
+    weight, factor = scaling.find_number("mscale_all_dim"), scaling.find_number("factor", above=0.0)
+    if rope_kind(scaling) == "default" or not weight:
         return scale
-    return scale * sharpening(float(scaling["factor"]), float(weight)) ** 2
+    if factor is None:
+        raise ConfigError("config.json", "factor is missing beside mscale_all_dim")
+    return scale * sharpening(factor, weight) ** 2
 
 
 def _cos_sin(build: Build, rotated_dim: int) -> torch.Tensor:
     values, header, placement = build.header.values, build.header, build.weights.placement
-    scaling = _rope_scaling(build)
-    if _rope_kind(scaling) == "yarn":
-        theta = float(values.get("rope_theta") or _THETA)
+    scaling = rope_scaling(values)
+    if rope_kind(scaling) == "yarn":
+        theta = build.config.number("rope_theta", default=_THETA, above=1.0)
         yarn = yarn_config(scaling, theta=theta, max_positions=header.max_positions)
         table = yarn_table(yarn, head_dim=rotated_dim, max_len=placement.max_model_len)
     else:
         rope = rope_config(values, header.max_positions)
         table = rope_table(rope, head_dim=rotated_dim, max_len=placement.max_model_len)
     return table.to(placement.device)
-
-
-def _rope_scaling(build: Build) -> Mapping[str, Any]:
-    values = build.header.values
-    scaling: Mapping[str, Any] = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    return scaling
-
-
-def _rope_kind(scaling: Mapping[str, Any]) -> str:
-    return str(scaling.get("rope_type", scaling.get("type", "default")))
 
 
 def _feed_forward(build: Build, layer: int) -> FeedForward:
@@ -286,27 +278,29 @@ def _limits(build: Build, num_experts: int) -> GroupLimits:
         num_groups=config.integer("n_group", default=8),
         num_chosen_groups=config.integer("topk_group", default=4),
         num_chosen=config.integer("num_experts_per_tok", default=8),
-        scale=float(build.header.values.get("routed_scaling_factor", 2.5)),
+        scale=config.number("routed_scaling_factor", default=2.5),
         is_normalised=config.flag("norm_topk_prob", default=True),
     )
     if num_experts % limits.num_groups or num_experts < 2 * limits.num_groups:
-        raise ValueError(
-            f"n_routed_experts={num_experts} do not form n_group={limits.num_groups} equal groups of at least 2"
+        raise ConfigError(
+            "config.json",
+            f"n_routed_experts={num_experts} do not form n_group={limits.num_groups} equal groups of at least 2",
         )
     if limits.num_chosen_groups > limits.num_groups:
-        raise ValueError(f"topk_group={limits.num_chosen_groups} exceeds n_group={limits.num_groups}")
+        raise ConfigError("config.json", f"topk_group={limits.num_chosen_groups} exceeds n_group={limits.num_groups}")
     num_in_reach = num_experts // limits.num_groups * limits.num_chosen_groups
     if limits.num_chosen > num_in_reach:
-        raise ValueError(
+        raise ConfigError(
+            "config.json",
             f"num_experts_per_tok={limits.num_chosen} exceeds the {num_in_reach} experts of "
-            f"topk_group={limits.num_chosen_groups} groups"
+            f"topk_group={limits.num_chosen_groups} groups",
         )
     return limits
 
 
 def _check(build: Build) -> None:
-    """Raises ValueError for what would be computed wrongly."""
+    """Raises ConfigError for what would be computed wrongly."""
     values = build.header.values
     for name, computed in (("hidden_act", "silu"), ("scoring_func", "sigmoid"), ("moe_layer_freq", 1)):
         if values.get(name, computed) != computed:
-            raise ValueError(f"{name}={values[name]} is not supported; supported: {computed}")
+            raise ConfigError("config.json", f"{name}={values[name]} is not supported; supported: {computed}")

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn import functional
 
+from blockferry.engine.errors import ConfigError
 from blockferry.engine.models.blocks import share
 from blockferry.engine.models.decoder import Build
 from blockferry.engine.models.layers import Linear
@@ -121,7 +122,7 @@ class DeltaParts:
 
 
 def read_delta_net(build: Build, prefix: str, shape: DeltaShape, projections: ProjectionReader) -> DeltaParts:
-    """Read one layer's tensors, all named PREFIX... Raises ModelLoadError, and ValueError for heads that do not fit."""
+    """Read one layer's tensors, named PREFIX... Raises ModelLoadError, and ConfigError for heads that do not fit."""
     heads, weights, hidden_size = _split(build, shape), build.weights, build.header.hidden_size
     conv_C1W = weights.matrix(
         f"{prefix}conv1d.weight", (shape.num_channels, 1, shape.num_taps), rows=_channels(shape, heads)
@@ -198,9 +199,10 @@ def _unit(x_TGK: torch.Tensor, length: float) -> torch.Tensor:
 
 def _split(build: Build, shape: DeltaShape) -> DeltaHeads:
     if shape.num_value_heads % shape.num_key_heads:
-        raise ValueError(
+        raise ConfigError(
+            "config.json",
             f"linear_num_value_heads={shape.num_value_heads} is not a multiple of "
-            f"linear_num_key_heads={shape.num_key_heads}; each key head must serve equally many value heads"
+            f"linear_num_key_heads={shape.num_key_heads}; each key head must serve equally many value heads",
         )
     key = share(shape.num_key_heads, build, "key heads of linear attention")
     return DeltaHeads(key=key, value=features_of(key, shape.values_per_key))

@@ -37,7 +37,7 @@ _NORM_NAMES = ("input_layernorm", "pre_ff_layernorm")
 
 
 def build_falcon_h1(build: Build) -> Decoder:
-    """One rank's part of a FalconH1ForCausalLM. Raises ModelLoadError, ConfigError, TypeError, ValueError."""
+    """One rank's part of a FalconH1ForCausalLM. Raises ModelLoadError or ConfigError."""
     header, placement = build.header, build.weights.placement
     shape = attention_shape(build)
     rope = rope_config(header.values, header.max_positions)
@@ -100,7 +100,7 @@ class ScaledMlp:
     """A gated MLP with a factor on the gate before silu and one on the output."""
 
     def __init__(self, build: Build, prefix: str) -> None:
-        """Raises ModelLoadError, ConfigError, TypeError, ValueError."""
+        """Raises ModelLoadError or ConfigError."""
         gate_factor, self._out_factor = _factors(build, "mlp_multipliers", 2)
         self._mlp = GatedMlp(
             build,
@@ -166,14 +166,9 @@ def _mixer_factors(build: Build) -> MixerFactors:
 
 
 def _factor(build: Build, name: str) -> float:
-    value = build.header.values.get(name)
-    return 1.0 if value is None else float(value)
+    return build.config.number(name, default=1.0)
 
 
 def _factors(build: Build, name: str, count: int) -> list[float]:
-    """`count` of them, all 1 where the config has none. Raises TypeError, ValueError."""
-    values = build.header.values.get(name)
-    factors = [1.0] * count if values is None else [float(value) for value in values]
-    if len(factors) != count:
-        raise ValueError(f"{name} has {len(factors)} entries; it must have {count}")
-    return factors
+    """`count` of them, all 1 where the config has none. Raises ConfigError."""
+    return build.config.numbers(name, count=count) or [1.0] * count

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from blockferry.engine.errors import ConfigError
+from blockferry.engine.kv.model_config import ModelConfig
 from blockferry.engine.models.blocks import (
     AttentionOptions,
     AttentionShape,
@@ -40,14 +42,18 @@ _LOCAL_THETA = 10000.0
 
 
 def build_gemma(build: Build) -> Decoder:
-    """One rank's part. Raises ModelLoadError, and ValueError for what is not supported."""
-    values = build.header.values
-    activation = values.get("hidden_activation") or values.get("hidden_act", "gelu_pytorch_tanh")
+    """One rank's part. Raises ModelLoadError, and ConfigError for what is not supported."""
+    config = build.config
+    activation = config.text("hidden_activation", config.text("hidden_act", "gelu_pytorch_tanh"))
     if activation != "gelu_pytorch_tanh":
-        raise ValueError(f"hidden_activation={activation} is not supported; supported: gelu_pytorch_tanh")
-    if values.get("use_bidirectional_attention"):
-        raise ValueError("use_bidirectional_attention is not supported; use a checkpoint that attends causally")
-    soft_cap = values.get("final_logit_softcapping")
+        raise ConfigError(
+            "config.json", f"hidden_activation={activation} is not supported; supported: gelu_pytorch_tanh"
+        )
+    if config.has("use_bidirectional_attention"):
+        raise ConfigError(
+            "config.json", "use_bidirectional_attention is not supported; use a checkpoint that attends causally"
+        )
+    soft_cap = config.find_number("final_logit_softcapping", above=0.0)
     layers = [_layer(build, number) for number in build.layer_numbers]
     # transformers rounds the factor to the weights' dtype
     scale = torch.tensor(build.header.hidden_size**0.5, dtype=build.weights.placement.dtype).item()
@@ -55,15 +61,15 @@ def build_gemma(build: Build) -> Decoder:
 
 
 def _layer(build: Build, number: int) -> SandwichLayer:
-    values, prefix = build.header.values, f"model.layers.{number}."
+    config, prefix = build.config, f"model.layers.{number}."
     is_gemma3 = build.header.architecture.startswith("Gemma3")
-    head_dim = int(values.get("head_dim", 256))
+    head_dim = config.integer("head_dim", default=256)
     shape = AttentionShape(
-        num_heads=int(values["num_attention_heads"]),
-        num_kv_heads=int(values["num_key_value_heads"]),
+        num_heads=config.integer("num_attention_heads"),
+        num_kv_heads=config.integer("num_key_value_heads"),
         head_dim=head_dim,
     )
-    has_bias = bool(values.get("attention_bias", False))
+    has_bias = config.flag("attention_bias", default=False)
     options = AttentionOptions(
         has_qkv_bias=has_bias,
         has_out_bias=has_bias,
@@ -71,18 +77,18 @@ def _layer(build: Build, number: int) -> SandwichLayer:
         norm_offset=1.0,
     )
     rule = dataclasses.replace(
-        build.rule(number, scale=float(values.get("query_pre_attn_scalar", 256)) ** -0.5),
-        soft_cap=values.get("attn_logit_softcapping"),
+        build.rule(number, scale=config.number("query_pre_attn_scalar", default=256.0, above=0.0) ** -0.5),
+        soft_cap=config.find_number("attn_logit_softcapping", above=0.0),
     )
     placement = build.weights.placement
-    rope = _rope_of(values, build.header.max_positions, is_local=is_gemma3 and rule.window is not None)
+    rope = _rope_of(build.header.values, build.header.max_positions, is_local=is_gemma3 and rule.window is not None)
     cos_sin = rope_table(rope, head_dim=head_dim, max_len=placement.max_model_len).to(placement.device)
     return SandwichLayer(
         build,
         SelfAttention(
             build, number, read_attention(build, f"{prefix}self_attn.", shape, options), rule, cos_sin=cos_sin
         ),
-        GatedMlp(build, f"{prefix}mlp.", int(values["intermediate_size"]), activate=gelu_and_mul),
+        GatedMlp(build, f"{prefix}mlp.", config.integer("intermediate_size"), activate=gelu_and_mul),
         norms=(
             *layer_norms(build, number, names=_NORMS, offset=1.0),
             *layer_norms(build, number, names=_POST_NORMS, offset=1.0),
@@ -98,12 +104,11 @@ def gelu_and_mul(x_T2F: torch.Tensor) -> torch.Tensor:
 
 def _rope_of(values: Mapping[str, Any], max_positions: int, *, is_local: bool) -> RopeConfig:
     """New checkpoints name frequencies per kind of layer; old ones have rope_local_base_freq beside rope_theta."""
-    parameters = values.get("rope_parameters") or {}
-    by_type = parameters.get("sliding_attention" if is_local else "full_attention")
-    if by_type is not None:
-        return rope_config({"rope_parameters": by_type}, max_positions)
+    config, kind = ModelConfig(values), "sliding_attention" if is_local else "full_attention"
+    if config.mapping("rope_parameters").mapping(kind).names():
+        return rope_config({"rope_parameters": values["rope_parameters"][kind]}, max_positions)
     if is_local:
-        return RopeConfig(theta=float(values.get("rope_local_base_freq", _LOCAL_THETA)))
+        return RopeConfig(theta=config.number("rope_local_base_freq", default=_LOCAL_THETA, above=0.0))
     return rope_config(values, max_positions)
 
 

@@ -8,6 +8,7 @@ import functools
 import torch
 
 from blockferry.engine.errors import ModelLoadError
+from blockferry.engine.kv.model_config import ModelConfig
 from blockferry.engine.models.blocks import (
     AttentionOptions,
     AttentionShape,
@@ -16,7 +17,7 @@ from blockferry.engine.models.blocks import (
     layer_norms,
     read_attention,
 )
-from blockferry.engine.models.config import rope_config
+from blockferry.engine.models.config import rope_config, rope_kind, rope_scaling
 from blockferry.engine.models.decoder import Build, Decoder
 from blockferry.engine.models.layers import rope_table
 from blockferry.engine.models.moe import ClampedSwiglu, SparseMlp, SparseParts, experts_per_token, read_routed_experts
@@ -29,7 +30,7 @@ _DEFAULT_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "origin
 
 
 def build_gpt_oss(build: Build) -> Decoder:
-    """One rank's part of a GptOssForCausalLM. Raises ModelLoadError, ConfigError, KeyError, TypeError, ValueError."""
+    """One rank's part of a GptOssForCausalLM. Raises ModelLoadError or ConfigError."""
     config = build.config
     shape = AttentionShape(
         num_heads=config.integer("num_attention_heads", default=64),
@@ -62,9 +63,8 @@ def _experts(build: Build, prefix: str) -> SparseMlp:
         feed_forward_size=config.integer("intermediate_size", default=2880),
         has_bias=True,
     )
-    values = build.header.values
     activation = ClampedSwiglu(
-        alpha=float(values.get("swiglu_alpha", 1.702)), limit=float(values.get("swiglu_limit", 7.0))
+        alpha=config.number("swiglu_alpha", default=1.702), limit=config.number("swiglu_limit", default=7.0, above=0.0)
     )
     names = ExpertNames(prefix=f"{prefix}experts", stacked=StackedLayout.ALTERNATING_COLUMNS)
     parts = SparseParts(
@@ -77,12 +77,13 @@ def _experts(build: Build, prefix: str) -> SparseMlp:
 
 def _cos_sin(build: Build, head_dim: int) -> torch.Tensor:
     values, header, placement = build.header.values, build.header, build.weights.placement
-    scaling = values.get("rope_parameters") or values.get("rope_scaling") or _DEFAULT_ROPE
-    theta = float(values.get("rope_theta") or _THETA)
-    if scaling.get("rope_type", scaling.get("type", "default")) == "yarn":
+    scaling = rope_scaling(values)
+    scaling = scaling if scaling.names() else ModelConfig(_DEFAULT_ROPE)
+    theta = build.config.number("rope_theta", default=_THETA, above=1.0)
+    if rope_kind(scaling) == "yarn":
         yarn = yarn_config(scaling, theta=theta, max_positions=header.max_positions)
         table = yarn_table(yarn, head_dim=head_dim, max_len=placement.max_model_len)
     else:
-        rope = rope_config({"rope_theta": theta, **values}, header.max_positions)
+        rope = rope_config(values, header.max_positions, theta=theta)
         table = rope_table(rope, head_dim=head_dim, max_len=placement.max_model_len)
     return table.to(placement.device)

@@ -25,7 +25,7 @@ _NORM_NAMES = ("input_layernorm", "pre_ff_layernorm")
 
 
 def build_jamba(build: Build) -> Decoder:
-    """One rank's part of a JambaForCausalLM. Raises ModelLoadError, ConfigError, ValueError."""
+    """One rank's part of a JambaForCausalLM. Raises ModelLoadError or ConfigError."""
     layers = [
         PreNormLayer(
             build,

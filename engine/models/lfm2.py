@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from blockferry.engine.kv.model_config import ModelConfig
 from blockferry.engine.models.blocks import (
     AttentionOptions,
     AttentionShape,
@@ -35,7 +36,7 @@ _THETA = 1000000.0
 
 
 def build_lfm2(build: Build) -> Decoder:
-    """One rank's part of an Lfm2ForCausalLM. Raises ModelLoadError, ConfigError, KeyError, ValueError."""
+    """One rank's part of an Lfm2ForCausalLM. Raises ModelLoadError or ConfigError."""
     values, header, placement = build.header.values, build.header, build.weights.placement
     config = build.config
     num_heads = config.integer("num_attention_heads")
@@ -44,7 +45,7 @@ def build_lfm2(build: Build) -> Decoder:
         num_kv_heads=config.integer("num_key_value_heads", default=num_heads),
         head_dim=config.integer("head_dim", default=header.hidden_size // num_heads),
     )
-    rope = rope_config({"rope_theta": _THETA, **values}, header.max_positions)
+    rope = rope_config(values, header.max_positions, theta=_THETA)
     cos_sin = rope_table(rope, head_dim=shape.head_dim, max_len=placement.max_model_len).to(placement.device)
     layers = []
     for number in build.layer_numbers:
@@ -65,14 +66,15 @@ def build_lfm2(build: Build) -> Decoder:
 
 def feed_forward_size(values: Mapping[str, Any]) -> int:
     """Features of the MLP: two thirds of what the config says, scaled and rounded up, where it says so."""
-    size = int(values.get("intermediate_size") or values["block_ff_dim"])
-    if not values.get("block_auto_adjust_ff_dim", True):
+    config = ModelConfig(values)
+    size = config.integer("intermediate_size", "block_ff_dim")
+    if not config.flag("block_auto_adjust_ff_dim", default=True):
         return size
     size = int(2 * size / 3)
-    factor = values.get("block_ffn_dim_multiplier", 1.0)
-    if factor is None:
+    factor = config.number("block_ffn_dim_multiplier", default=1.0, above=0.0)
+    if values.get("block_ffn_dim_multiplier", factor) is None:  # null: not rounded either
         return size
-    multiple = int(values.get("block_multiple_of", 256))
+    multiple = config.integer("block_multiple_of", default=256)
     return multiple * -(-int(factor * size) // multiple)
 
 

@@ -37,7 +37,7 @@ _THETA = 500000.0
 
 
 def build_llama4(build: Build) -> Decoder:
-    """One rank's part of a Llama4ForCausalLM. Raises ModelLoadError, ConfigError, KeyError, ValueError."""
+    """One rank's part of a Llama4ForCausalLM. Raises ModelLoadError or ConfigError."""
     config, header = build.config, build.header
     rotated, sparse = _rotated_layers(build), _sparse_layers(build)
     shape = AttentionShape(
@@ -69,7 +69,7 @@ class Llama4Attention:
     """The Mixer of one layer."""
 
     def __init__(self, build: Build, layer: int, shape: AttentionShape, *, is_rotated: bool) -> None:
-        values, placement = build.header.values, build.weights.placement
+        placement = build.weights.placement
         has_bias = build.config.flag("attention_bias", default=False)
         options = AttentionOptions(has_qkv_bias=has_bias, has_out_bias=has_bias, rotates_neighbours=is_rotated)
         self._parts: AttentionParts = read_attention(build, f"model.layers.{layer}.self_attn.", shape, options)
@@ -82,14 +82,15 @@ class Llama4Attention:
         self._unit_D: torch.Tensor | None = None
         self._temperature: Temperature | None = None
         if is_rotated:
-            rope = rope_config({"rope_theta": _THETA, **values}, build.header.max_positions)
+            rope = rope_config(build.header.values, build.header.max_positions, theta=_THETA)
             table = rope_table(rope, head_dim=shape.head_dim, max_len=placement.max_model_len)
             self._cos_sin = table.to(placement.device)
             if build.config.flag("use_qk_norm", default=True):
                 self._unit_D = torch.ones(shape.head_dim, dtype=placement.dtype, device=placement.device)
         elif build.config.flag("attn_temperature_tuning", default=True):
             self._temperature = Temperature(
-                scale=float(values.get("attn_scale", 0.1)), floor_scale=float(values.get("floor_scale", 8192))
+                scale=build.config.number("attn_scale", default=0.1),
+                floor_scale=build.config.number("floor_scale", default=8192.0, above=0.0),
             )
 
     @property

@@ -24,13 +24,15 @@ import dataclasses
 import enum
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.nn import functional
 
-from blockferry.engine.errors import ModelLoadError
+from blockferry.engine.errors import ConfigError, ModelLoadError
 from blockferry.engine.kv.model_config import ModelConfig
 from blockferry.engine.kv.model_states import Shape, StateOptions, StateReader, mamba1_state, mamba2_state
+from blockferry.engine.models.config import check_activation
 from blockferry.engine.models.decoder import Build
 from blockferry.engine.models.layers import Linear
 from blockferry.engine.models.sharding import Span, split_evenly
@@ -86,7 +88,7 @@ class Mamba1Mixer:
     """Jamba's selective scan: the norms of step sizes, b and c are its own."""
 
     def __init__(self, build: Build, layer: int) -> None:
-        """Raises ModelLoadError, ConfigError, ValueError."""
+        """Raises ModelLoadError or ConfigError."""
         check_activation(build.config)
         weights, shape, hidden_size = build.weights, mamba1_shape(build), build.header.hidden_size
         prefix, part, num_channels = f"model.layers.{layer}.mamba.", shape.channels, shape.num_channels
@@ -226,7 +228,7 @@ class Mamba2Mixer:
     """Bamba's and Falcon-H1's mixer."""
 
     def __init__(self, build: Build, layer: int, shape: Mamba2Shape, options: Mamba2Options | None = None) -> None:
-        """Raises ModelLoadError, ConfigError, ValueError."""
+        """Raises ModelLoadError or ConfigError."""
         check_activation(build.config)
         options = options or Mamba2Options()
         weights, hidden_size, prefix = build.weights, build.header.hidden_size, f"model.layers.{layer}.mamba."
@@ -342,13 +344,6 @@ class GatedNorm:
         return self._reduce(whole_TG)[:, groups]
 
 
-def check_activation(config: ModelConfig) -> None:
-    """Raises ValueError for an activation other than silu."""
-    activation = config.text("hidden_act", "silu")
-    if activation != "silu":
-        raise ValueError(f"hidden_act={activation} is not supported; supported: silu")
-
-
 def _state_shapes(build: Build, read: StateReader) -> tuple[Shape, Shape]:
     """This rank's shapes of the convolution's and the recurrence's state, as the ledger has them."""
     shapes = read(build.config, StateOptions(tp_size=build.place.tp_size))
@@ -383,13 +378,20 @@ def _feature_scale(build: Build, options: Mamba2Options, sizes: Sequence[int]) -
 
 
 def _dt_limits(build: Build) -> tuple[float, float] | None:
-    """time_step_limit, where it limits anything. Raises TypeError, ValueError."""
+    """time_step_limit, where it limits anything. Raises ConfigError."""
     limits = build.header.values.get("time_step_limit")
     if limits is None:
         return None
     # transformers 5 writes infinity as {"__float__": "Infinity"}
-    low, high = (float(limit["__float__"] if isinstance(limit, dict) else limit) for limit in limits)
+    plain = [math.inf if limit == {"__float__": "Infinity"} else limit for limit in _entries(limits)]
+    if len(plain) != 2 or not all(isinstance(limit, int | float) for limit in plain):
+        raise ConfigError("config.json", f"time_step_limit is {limits!r}; it must be a list of two numbers")
+    low, high = map(float, plain)
     return None if low <= 0 and math.isinf(high) else (low, high)
+
+
+def _entries(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _moved(span: Span, offset: int) -> Span:

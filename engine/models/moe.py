@@ -23,6 +23,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
+from blockferry.engine.errors import ConfigError
 from blockferry.engine.kv.model_config import ModelConfig
 from blockferry.engine.models.decoder import Build
 from blockferry.engine.models.expert_ops import ExpertOps, expert_ops_for
@@ -189,10 +190,12 @@ def read_routed_experts(
 
 
 def experts_per_token(config: ModelConfig, num_experts: int, *, default: int | None = None) -> int:
-    """num_experts_per_tok. Raises ConfigError, and ValueError where a layer has fewer experts."""
+    """num_experts_per_tok. Raises ConfigError, also where a layer has fewer experts."""
     num_chosen = config.integer("num_experts_per_tok", default=default)
     if num_chosen > num_experts:
-        raise ValueError(f"num_experts_per_tok={num_chosen} exceeds the {num_experts} experts of a layer")
+        raise ConfigError(
+            "config.json", f"num_experts_per_tok={num_chosen} exceeds the {num_experts} experts of a layer"
+        )
     return num_chosen
 
 

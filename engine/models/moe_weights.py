@@ -71,7 +71,8 @@ def read_experts(
 ) -> ExpertWeights:
     """Read the experts of `span`, and nothing of the others. Raises ModelLoadError as Checkpoint does."""
     reader = _ExpertReader(checkpoint, names, shapes, span, placement)
-    if f"{names.prefix}.gate_up_proj" not in checkpoint:
+    is_separate = f"{names.prefix}.0.{names.gate}.weight" in checkpoint
+    if f"{names.prefix}.gate_up_proj" not in checkpoint and (is_separate or names.stacked is StackedLayout.ROWS):
         return reader.separate()
     return reader.stacked_rows() if names.stacked is StackedLayout.ROWS else reader.stacked_columns()
 

@@ -15,7 +15,7 @@ from blockferry.engine.models.blocks import (
     layer_norms,
     read_attention,
 )
-from blockferry.engine.models.config import rope_config
+from blockferry.engine.models.config import check_activation, rope_config
 from blockferry.engine.models.decoder import Build, Decoder
 from blockferry.engine.models.layers import rope_table
 from blockferry.engine.models.moe import SparseMlp, SparseParts, experts_per_token, read_routed_experts
@@ -24,11 +24,9 @@ from blockferry.engine.models.routing import softmax_top_k, softmax_top_k_normal
 
 
 def build_qwen3_moe(build: Build) -> Decoder:
-    """One rank's part of a Qwen3MoeForCausalLM. Raises ModelLoadError, ConfigError, KeyError, TypeError, ValueError."""
+    """One rank's part of a Qwen3MoeForCausalLM. Raises ModelLoadError or ConfigError."""
     config, header, placement = build.config, build.header, build.weights.placement
-    activation = config.text("hidden_act", "silu")
-    if activation != "silu":
-        raise ValueError(f"hidden_act={activation} is not supported; supported: silu")
+    check_activation(config)
     num_heads = config.integer("num_attention_heads", default=32)
     shape = AttentionShape(
         num_heads=num_heads,

@@ -27,7 +27,7 @@ from blockferry.engine.models.blocks import (
     Mixer,
     PreNormLayer,
 )
-from blockferry.engine.models.config import partial_rope_config
+from blockferry.engine.models.config import check_activation, partial_rope_config, rope_kind, rope_scaling
 from blockferry.engine.models.decoder import Build, Decoder, Ends
 from blockferry.engine.models.delta_net import (
     DeltaShape,
@@ -59,7 +59,7 @@ _SPLIT_OFF = "model.language_model."
 
 
 def build_qwen3_next(build: Build) -> Decoder:
-    """One rank's part of a Qwen3-Next. Raises ModelLoadError, ConfigError, KeyError, TypeError or ValueError."""
+    """One rank's part of a Qwen3-Next. Raises ModelLoadError or ConfigError."""
     return _build(build, fused_projections)
 
 
@@ -69,9 +69,7 @@ def build_qwen3_5(build: Build) -> Decoder:
 
 
 def _build(build: Build, projections: ProjectionReader) -> Decoder:
-    activation = build.config.text("hidden_act", "silu")
-    if activation != "silu":
-        raise ValueError(f"hidden_act={activation} is not supported; supported: silu")
+    check_activation(build.config)
     root, cos_sin = _root(build), _cos_sin(build)
     layers = [_layer(build, number, f"{root}layers.{number}.", projections, cos_sin) for number in build.layer_numbers]
     ends = Ends(embedding_name=f"{root}embed_tokens.weight", norm_name=f"{root}norm.weight", norm_offset=1.0)
@@ -133,14 +131,15 @@ def _feed_forward(build: Build, layer: int, prefix: str) -> FeedForward:
 def _cos_sin(build: Build) -> torch.Tensor:
     """[max_len, rotated dims of a head]. Sections of mrope do not matter to text, whose three positions are one."""
     header, placement, head_dim = build.header, build.weights.placement, build.config.integer("head_dim")
-    values = {"partial_rotary_factor": _ROTATED_PART, **header.values}
-    scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    if scaling.get("rope_type", scaling.get("type")) == "yarn":
-        yarn = yarn_config(scaling, theta=float(values.get("rope_theta", _THETA)), max_positions=header.max_positions)
-        part = float(scaling.get("partial_rotary_factor", values["partial_rotary_factor"]))
+    config, scaling = build.config, rope_scaling(header.values)
+    if rope_kind(scaling) == "yarn":
+        theta = config.number("rope_theta", default=_THETA, above=1.0)
+        yarn = yarn_config(scaling, theta=theta, max_positions=header.max_positions)
+        part = config.number("partial_rotary_factor", default=_ROTATED_PART, above=0.0)
+        part = scaling.number("partial_rotary_factor", default=part, above=0.0)
         table = yarn_table(yarn, head_dim=int(head_dim * part), max_len=placement.max_model_len)
     else:
-        rope = partial_rope_config(values, header.max_positions)
+        rope = partial_rope_config(header.values, header.max_positions, rotated_part=_ROTATED_PART)
         table = rope_table(rope, head_dim=head_dim, max_len=placement.max_model_len)
     return table.to(placement.device)
 

@@ -9,14 +9,14 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from blockferry.engine.errors import ConfigError, ModelLoadError
+from blockferry.engine.errors import ConfigError
 from blockferry.engine.kv.model_config import ModelConfig
 from blockferry.engine.kv.model_layers import LayerOptions, layers_of
 from blockferry.engine.kv.reach import EncoderReach, Reach
 from blockferry.engine.kv.spec import AttentionSpec
 from blockferry.engine.models.bamba import build_bamba
 from blockferry.engine.models.bart import build_bart
-from blockferry.engine.models.config import ModelHeader, read_header
+from blockferry.engine.models.config import ModelHeader, load_error, read_header
 from blockferry.engine.models.decoder import Build, Decoder, stage_shard
 from blockferry.engine.models.deepseek import build_deepseek_v3
 from blockferry.engine.models.falcon_h1 import build_falcon_h1
@@ -73,8 +73,8 @@ def load_model(path: Path, place: RankPlace, *, placement: Placement, parts: Mod
     try:
         shard = stage_shard(header, place)
         reaches = _reaches(header, place)
-    except (ValueError, ConfigError) as error:
-        raise ModelLoadError(f"{path}: {error}") from error
+    except ConfigError as error:
+        raise load_error(path, error) from error
     checkpoint = Checkpoint(path)
     try:
         return FAMILIES[header.architecture](
@@ -90,8 +90,8 @@ def load_model(path: Path, place: RankPlace, *, placement: Placement, parts: Mod
                 reaches=reaches,
             )
         )
-    except (ConfigError, KeyError, TypeError, ValueError) as error:
-        raise ModelLoadError(f"{path}: {error}") from error
+    except ConfigError as error:  # nothing wider: a mistake of ours is not the checkpoint's
+        raise load_error(path, error) from error
     finally:
         checkpoint.close()
 

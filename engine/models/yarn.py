@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
+
+from blockferry.engine.kv.model_config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,22 +29,21 @@ class YarnConfig:
     is_truncated: bool = True  # the bounds between both are moved to whole dims
 
 
-def yarn_config(scaling: Mapping[str, Any], *, theta: float, max_positions: int) -> YarnConfig:
+def yarn_config(scaling: ModelConfig, *, theta: float, max_positions: int) -> YarnConfig:
     """Read rope_parameters (or rope_scaling); theta is what the model has where they name none.
 
-    Raises KeyError, TypeError or ValueError for what is missing or no number.
+    Raises ConfigError for what is wrong.
     """
-    original = int(scaling.get("original_max_position_embeddings") or max_positions)
-    stated = scaling.get("factor")
-    factor = max_positions / original if stated is None else float(stated)
+    original = scaling.integer("original_max_position_embeddings", default=max_positions)
+    factor = scaling.number("factor", default=max_positions / original, above=0.0)
     return YarnConfig(
-        theta=float(scaling.get("rope_theta") or theta),
+        theta=scaling.number("rope_theta", default=theta, above=1.0),
         factor=factor,
         original_max_positions=original,
-        beta_fast=float(scaling.get("beta_fast") or 32.0),
-        beta_slow=float(scaling.get("beta_slow") or 1.0),
+        beta_fast=scaling.number("beta_fast", default=32.0, above=0.0),
+        beta_slow=scaling.number("beta_slow", default=1.0, above=0.0),
         attention_factor=_attention_factor(scaling, factor),
-        is_truncated=bool(scaling.get("truncate", True)),
+        is_truncated=scaling.flag("truncate", default=True),
     )
 
 
@@ -59,13 +58,13 @@ def sharpening(factor: float, weight: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def _attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
-    stated = scaling.get("attention_factor")
+def _attention_factor(scaling: ModelConfig, factor: float) -> float:
+    stated = scaling.find_number("attention_factor")
     if stated is not None:
-        return float(stated)
-    weight, weight_of_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        return stated
+    weight, weight_of_all = scaling.find_number("mscale"), scaling.find_number("mscale_all_dim")
     if weight and weight_of_all:
-        return sharpening(factor, float(weight)) / sharpening(factor, float(weight_of_all))
+        return sharpening(factor, weight) / sharpening(factor, weight_of_all)
     return sharpening(factor)
 
 

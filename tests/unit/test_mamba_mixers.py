@@ -205,8 +205,8 @@ def test_bfloat16_is_near_float32(case, tmp_path_factory):
 REFUSALS = [
     ("jamba", {"hidden_act": "gelu"}, "hidden_act=gelu is not supported; supported: silu"),
     ("bamba", {"hidden_act": "relu"}, "hidden_act=relu is not supported; supported: silu"),
-    ("falcon_h1", {"ssm_multipliers": [1.0] * 4}, "ssm_multipliers has 4 entries; it must have 5"),
-    ("falcon_h1", {"mlp_multipliers": [1.0]}, "mlp_multipliers has 1 entries; it must have 2"),
+    ("falcon_h1", {"ssm_multipliers": [1.0] * 4}, "ssm_multipliers is .*; it must be a list of 5 numbers"),
+    ("falcon_h1", {"mlp_multipliers": [1.0]}, "mlp_multipliers is .*; it must be a list of 2 numbers"),
     ("bamba", {"mamba_d_state": 8}, r"in_proj.weight has shape \(296, 64\), config.json says"),
 ]
 

@@ -101,5 +101,5 @@ def test_yarn_frequencies_and_sharpening_are_those_of_transformers(options):
     frequencies, factor = ROPE_INIT_FUNCTIONS["yarn"](config)
     angles = torch.arange(512, dtype=torch.float)[:, None] * frequencies
     expected = torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
-    table = yarn_table(yarn_config(scaling, theta=10000.0, max_positions=512), head_dim=32, max_len=512)
+    table = yarn_table(yarn_config(ModelConfig(scaling), theta=10000.0, max_positions=512), head_dim=32, max_len=512)
     torch.testing.assert_close(table, expected, atol=1e-5, rtol=1e-5)
