@@ -137,7 +137,8 @@ class StateOps(Protocol):
     """Recurrences over paged states. One thread calls it. Inputs are contiguous unless said otherwise.
 
     States are views of pages, strided over blocks, float32 or bfloat16 whatever the inputs are. All compute in float32
-    and round once, when they write the state back; outputs have the dtype of x (of v).
+    and round the state once, when they write it back; only what goes into a matrix unit may be rounded to the dtype of
+    the inputs. Outputs have the dtype of x (of v).
     """
 
     def causal_conv(

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 import triton
+from fp8_launches import launch_fp8_reads, launch_fp8_writes
+from state_launches import launch_states
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -116,6 +118,7 @@ def _launch_experts(modules):
 
 def launch_everything(modules):
     """Call every wrapper with shapes of real models; nothing runs."""
+    launch_states(modules)
     i32 = torch.int32
     shapes = [  # (query heads, kv heads, head dim, dtype): 8B Llama, SmolLM2, wide multi-query, float32
         (32, 8, 128, torch.bfloat16),
@@ -218,6 +221,9 @@ def main(backend, arch):
 
     JITFunction.run = compile_only
     launch_everything(modules)
+    launch_fp8_writes(modules)
+    if family is not launch.Target.AMPERE:  # which converts no e4m3
+        launch_fp8_reads(modules)
     json.dump({"kernels": sorted(kernels), "compiled": compiled_kernels}, sys.stdout)
 
 
