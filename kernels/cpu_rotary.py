@@ -50,8 +50,7 @@ class Rotary:
     ) -> None:
         """Rotate both in place, in float32."""
         element = element_of(q_THD)
-        is_whole = cos_sin.shape[1] == q_THD.shape[2]
-        is_readable = is_whole and has_dense_heads(q_THD) and has_dense_heads(k_TKD)
+        is_readable = has_dense_heads(q_THD) and has_dense_heads(k_TKD)
         if element is None or not is_readable or positions_T.dtype != torch.int64 or positions_T.stride(0) != 1:
             rotate_oracle(q_THD, k_TKD, cos_sin, positions_T)
             return
@@ -77,6 +76,7 @@ class Rotary:
             q_THD.stride(0) * num_bytes,
             k_TKD.stride(0) * num_bytes,
             cos_sin.stride(0) * 4,
+            cos_sin.shape[1],
         )
 
 
@@ -94,8 +94,8 @@ def compile_rotary(element: Element) -> Any:
     load_element, store_element = load_element_of(element), store_element_of(element)
 
     @jit
-    def rotate_heads(x: int, table: int, num_heads: int, head_dim: int) -> None:
-        half = head_dim // 2
+    def rotate_heads(x: int, table: int, num_heads: int, head_dim: int, width: int) -> None:
+        half = width // 2
         whole = half - half % LANES
         for head in range(num_heads):
             lower = x + head * head_dim * num_bytes
@@ -116,8 +116,8 @@ def compile_rotary(element: Element) -> Any:
         k = load_i64(arguments, 3) + index * load_i64(arguments, 10)
         position = load_i64(load_i64(arguments, 5), index)
         table = load_i64(arguments, 4) + position * load_i64(arguments, 11)
-        head_dim = load_i64(arguments, 8)
-        rotate_heads(q, table, load_i64(arguments, 6), head_dim)
-        rotate_heads(k, table, load_i64(arguments, 7), head_dim)
+        head_dim, width = load_i64(arguments, 8), load_i64(arguments, 12)
+        rotate_heads(q, table, load_i64(arguments, 6), head_dim, width)
+        rotate_heads(k, table, load_i64(arguments, 7), head_dim, width)
 
     return compile_kernel(rotate_token)

@@ -97,18 +97,20 @@ def test_rotate_matches_its_oracle_inside_one_qkv_tensor(ops, dtype, head_dim, n
     assert_close(qkv, expected)
 
 
-def test_rotate_with_a_narrower_table_leaves_the_rest_of_each_head_alone(ops):
-    q, k = random(6, 4, 64), random(6, 2, 64, seed=1)
-    expected = [x[..., :16].clone() for x in (q, k)]
-    rest = [x[..., 16:].clone() for x in (q, k)]
-    angles = random(50, 8)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [16, 32, 40])
+def test_rotate_with_a_narrower_table_leaves_the_rest_of_each_head_alone(ops, dtype, width):
+    qkv = random(6, 8, 64, dtype=dtype)
+    expected = qkv.clone()
+    angles = random(50, width // 2)
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
     positions = torch.tensor([49, 0, 3, 3, 17, 1])
+    rotate_oracle(*expected.split((4, 2, 2), dim=1)[:2], cos_sin, positions)
 
-    rotate_oracle(*expected, cos_sin, positions)
-    ops.rotate(q, k, cos_sin, positions)
+    ops.rotate(*qkv.split((4, 2, 2), dim=1)[:2], cos_sin, positions)
 
-    assert all(torch.equal(x[..., :16], y) and torch.equal(x[..., 16:], z) for x, y, z in zip((q, k), expected, rest))
+    assert_close(qkv, expected)
+    assert torch.equal(qkv[..., width:], expected[..., width:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
