@@ -1,0 +1,105 @@
+"""A cache in fp8 has one result in every family, however it is computed: chunks, hits, preemption and hand-off.
+
+What a chunk changes in the last bits of a float32 key may round one stored value the other way. Scans of recurrent
+layers change more bits than products do, so these families are held by their logits.
+"""
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from support.local_engine import EngineOptions, LocalEngine, start_worker
+from support.local_pair import LocalPair
+from support.parity_cases import NAMES, NUM_OUTPUT, preempting_pool, prompts
+from support.tiny_families import FAMILIES, build
+
+from blockferry.connectors.base import TransferMode
+from blockferry.engine.kv.model_layers import CacheDType
+
+pytestmark = pytest.mark.slow
+
+ATTENTIVE = [name for name in NAMES if not FAMILIES[name].has_state]
+RECURRENT = [name for name in NAMES if FAMILIES[name].has_state]
+FP8 = EngineOptions(cache_dtype=CacheDType.FP8, max_model_len=128, max_num_batched_tokens=64)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp() / "tiny_families"
+
+
+@functools.cache
+def tokens_of(path: Path) -> list[list[int]]:
+    """Cold, of prompts that arrive together."""
+    return LocalEngine(path, FP8, start_worker(path, FP8)).generate(prompts(), NUM_OUTPUT)
+
+
+@pytest.mark.parametrize("family", ATTENTIVE)
+def test_fp8_tokens_do_not_depend_on_hits_chunks_or_the_batch(family: str, folder: Path) -> None:
+    path = build(FAMILIES[family], folder)
+    options = dataclasses.replace(FP8, max_num_batched_tokens=17)
+    engine = LocalEngine(path, options, start_worker(path, options))
+    alone = [engine.generate([prompt], NUM_OUTPUT)[0] for prompt in prompts()]
+    warm = engine.generate(prompts(), NUM_OUTPUT)
+    assert alone == warm == tokens_of(path)
+    assert engine.kv.stats().num_hit_tokens > 0
+
+
+@pytest.mark.parametrize("family", ATTENTIVE)
+def test_fp8_tokens_survive_preemption(family: str, folder: Path) -> None:
+    path = build(FAMILIES[family], folder)
+    options = preempting_pool(FP8, path)
+    engine = LocalEngine(path, options, start_worker(path, options))
+    assert engine.generate(prompts(), NUM_OUTPUT) == tokens_of(path)
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_fp8_logits_of_recurrent_families_do_not_depend_on_chunks(family: str, folder: Path) -> None:
+    path = build(FAMILIES[family], folder)
+    whole_SV, chunked_SV = (
+        _first_logits(path, dataclasses.replace(FP8, max_num_batched_tokens=chunk)) for chunk in (64, 17)
+    )
+    assert (whole_SV - chunked_SV).norm() / whole_SV.norm() < 0.01
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_fp8_blocks_are_ferried_as_they_are(family: str, folder: Path) -> None:
+    path = build(FAMILIES[family], folder)
+    pair = LocalPair(path, FP8, mode=TransferMode.PULL)
+    try:
+        ferried = pair.generate(prompts(), NUM_OUTPUT)
+        num_equal = sum(one == other for one, other in zip(ferried, tokens_of(path), strict=True))
+        assert num_equal >= (len(ferried) if family in ATTENTIVE else len(ferried) - 1)
+        assert pair.num_ferried_bytes > 0
+    finally:
+        pair.close()
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_fp8_logits_stay_close_to_those_of_a_whole_cache(family: str, folder: Path) -> None:
+    path = build(FAMILIES[family], folder)
+    whole = dataclasses.replace(FP8, cache_dtype=CacheDType.AUTO)
+    fp8_SV, whole_SV = (_first_logits(path, options) for options in (FP8, whole))
+    errors_S = (fp8_SV - whole_SV).norm(dim=1) / whole_SV.norm(dim=1)
+    # of random weights; where it changes the choice of an expert, a prompt's logits are others altogether
+    assert 0 < errors_S.median() < 0.35, errors_S
+
+
+def _first_logits(path: Path, options: EngineOptions) -> torch.Tensor:
+    """Of the last token of every prompt, computed in chunks."""
+    worker = start_worker(path, options)
+    rows = []
+    head = worker.model.logits
+
+    def record(hidden_SE: torch.Tensor) -> torch.Tensor | None:
+        rows.append(head(hidden_SE))
+        return rows[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker.model, "logits", record)
+        engine = LocalEngine(path, options, worker)
+        for prompt in prompts():
+            engine.generate([prompt], 1)
+    return torch.cat(rows)
