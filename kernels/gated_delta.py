@@ -8,8 +8,7 @@
     delta_chunk_kernel  (prefill row, head, tile of V)  chunk after chunk, through those matrices
 
 After Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2024), section 3.3, and flash-linear-attention
-(fla/ops/gated_delta_rule), which also keeps the
-systems apart from the scan: those of all chunks are solved at once.
+(fla/ops/gated_delta_rule), which also keeps the systems apart from the scan: those of all chunks are solved at once.
 
 Legend: T tokens, S tokens of a chunk, H heads, K key dim, V value dim, B blocks, R rows.
 """

@@ -1,6 +1,8 @@
 """The recurrences in plain torch against oracles that go token by token, and against those of transformers."""
 
 import dataclasses
+import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
@@ -303,3 +305,14 @@ def test_the_gated_delta_rule_is_that_of_qwen3_next(form):
 
     assert_near(ours, theirs[0])
     assert_near(state, their_state)
+
+
+def test_every_case_of_the_benchmark_runs_at_a_small_size():
+    spec = importlib.util.spec_from_file_location("bench_states", Path(__file__).parents[1] / "bench/bench_states.py")
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    layers = [bench.conv_layer(6, 3), bench.selective_layer(4, 3), bench.ssd_layer(2, 4, 6), bench.delta_layer(2, 4)]
+    assert [layer.name for layer in layers] == [recurrence.name for recurrence in RECURRENCES]
+    for layer in layers:
+        for sizes in ((9, 1), (3, 3)):
+            assert len(bench.time_on_cpu(layer, *sizes).runs) == bench.CPU_RUNS
