@@ -100,6 +100,10 @@ class WorkerActor:
             probe.bind((address, 0))
             return f"tcp://{address}:{probe.getsockname()[1]}"
 
+    def check(self) -> None:
+        """Hold the checkpoint against the model, before this rank waits for others."""
+        self._host.check()
+
     def load(self, init_method: str) -> None:
         """Load weights."""
         interface = interface_of(_address())

@@ -218,7 +218,10 @@ def _worker_settings(
 
 
 def _load(running: Running, report: Report) -> None:
-    """Load all weights."""
+    """Load all weights, once every rank has found its part of the checkpoint: those that load wait for each other."""
+    names = _rank_names(running.instances)
+    checks = [rank.check.remote() for rank in _ranks(running)]
+    _gather(checks, "checking the checkpoint", report, names=names, timeout_s=LOAD_TIMEOUT_S)
     gathering = {
         instance.instance_id: running.workers[instance.instance_id][0].rendezvous.remote()
         for instance in running.instances
@@ -231,7 +234,7 @@ def _load(running: Running, report: Report) -> None:
         for instance in running.instances
         for rank in running.workers[instance.instance_id]
     ]
-    _gather(calls, "loading weights", report, names=_rank_names(running.instances), timeout_s=LOAD_TIMEOUT_S)
+    _gather(calls, "loading weights", report, names=names, timeout_s=LOAD_TIMEOUT_S)
 
 
 def plan_instances(deployment: Deployment, instances: Sequence[PlacedInstance]) -> dict[str, InstancePlan]:

@@ -2,7 +2,7 @@
 
 Owns their order of construction and closing. Runs in any process, with or without Ray.
 
-    load -> create_pool -> connect -> run (until stopped) -> close
+    check -> load -> create_pool -> connect -> run (until stopped) -> close
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from blockferry.connectors.base import RankIdentity
 from blockferry.connectors.pd_worker import PdWorker
 from blockferry.connectors.transport import open_ucx
 from blockferry.engine.kv.instance_plan import InstancePlan
-from blockferry.engine.worker.worker import Worker
+from blockferry.engine.worker.worker import Worker, check_checkpoint
 
 
 class WorkerHost:
@@ -30,6 +30,10 @@ class WorkerHost:
         self._worker: Worker | None = None
         self._ferry: PdWorker | None = None
         self._loop: WorkerLoop | None = None
+
+    def check(self) -> None:
+        """Whether load() could succeed, as far as this rank can tell without the others. Raises ModelLoadError."""
+        check_checkpoint(self._settings.spec)
 
     def load(self, *, init_method: str) -> None:
         """Load this rank's weights, joined to its instance's other ranks."""

@@ -10,6 +10,7 @@ same order; every wait ends after WorkerSpec.collective_timeout_s.
 from __future__ import annotations
 
 import datetime
+import functools
 from collections.abc import Callable
 from typing import Protocol
 
@@ -105,17 +106,19 @@ class RankGroup:
     """An instance of several workers."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        """Meet the other ranks at spec.init_method. Raises ValueError without one, RuntimeError on timeout."""
+        """Meet the other ranks at spec.init_method. Raises ValueError without one, RankLost on timeout."""
         if not spec.init_method:
             raise ValueError(f"{spec.world_size} ranks need a meeting point; set init_method to tcp://host:port")
         timeout = datetime.timedelta(seconds=spec.collective_timeout_s)
-        dist.init_process_group(
+        start = functools.partial(
+            dist.init_process_group,
             "gloo" if spec.device is Device.CPU else "nccl",
             init_method=spec.init_method,
             rank=spec.rank,
             world_size=spec.world_size,
             timeout=timeout,
         )
+        _await(spec.rank, f"meet the other {spec.world_size - 1} ranks at {spec.init_method}", start)
         self._spec = spec
         self._device = torch.device("cpu" if spec.device is Device.CPU else f"cuda:{spec.device_index}")
         self.tensor: Communicator = LoneCommunicator()

@@ -24,6 +24,7 @@ from blockferry.engine.kv.model_layers import CacheDType, ModelLayers
 from blockferry.engine.kv.reach import SequenceLimits, SpecKind
 from blockferry.engine.kv.spec import AttentionSpec, KVCacheGroup
 from blockferry.engine.models.decoder import Decoder
+from blockferry.engine.models.layers import Communicator
 from blockferry.engine.models.loader import fingerprint
 from blockferry.engine.models.registry import ModelParts, load_model
 from blockferry.engine.models.sharding import Span
@@ -54,7 +55,7 @@ from blockferry.engine.worker.model_runner import LayerByLayer, LayerCompute, Mo
 from blockferry.engine.worker.outputs import NOTHING, OutputStage, StepOutcome, num_sampled
 from blockferry.engine.worker.page_views import PageViews
 from blockferry.engine.worker.paged_caches import PagedCaches, StagePages
-from blockferry.engine.worker.parallel import Parallel, join
+from blockferry.engine.worker.parallel import LoneCommunicator, Parallel, join
 from blockferry.engine.worker.pool_layouts import pool_layouts
 from blockferry.engine.worker.pool_memory import Allocate, make_memory, page_dtypes
 from blockferry.engine.worker.sampling_state import SamplingState
@@ -83,20 +84,12 @@ class Worker:
         self._cache: _Cache | None = None
 
     def load(self) -> None:
-        """Join the instance's other ranks and read this rank's weights. Raises ModelLoadError."""
-        placement = Placement(dtype=self._dtype, device=self._device, max_model_len=self.spec.max_model_len)
+        """Join the instance's other ranks and read this rank's weights. Raises ModelLoadError, RankLost.
+
+        A rank that fails while it reads keeps no other one waiting: reading needs nobody.
+        """
         self._parallel = join(self.spec)
-        with torch.inference_mode():
-            self._model = load_model(
-                self.spec.model_path,
-                self.spec.place,
-                placement=placement,
-                parts=ModelParts(
-                    ops=layer_ops(self.spec.device),
-                    state_ops=state_ops(self.spec.device),
-                    communicator=self._parallel.tensor,
-                ),
-            )
+        self._model = _load(self.spec, self._device, self._parallel.tensor)
 
     @property
     def model(self) -> Decoder:
@@ -277,6 +270,24 @@ class Worker:
         if self._parallel is not None:
             self._parallel.close()
             self._parallel = None
+
+
+def check_checkpoint(spec: WorkerSpec) -> None:
+    """Hold config.json, and the names and shapes of a rank's tensors, against the model. Raises as Worker.load.
+
+    Reads no weights and needs no other rank, so that no rank joins and waits for one that could not load.
+    """
+    _load(spec, torch.device("meta"), LoneCommunicator())
+
+
+@torch.inference_mode()
+def _load(spec: WorkerSpec, device: torch.device, communicator: Communicator) -> Decoder:
+    return load_model(
+        spec.model_path,
+        spec.place,
+        placement=Placement(dtype=TORCH_DTYPES[spec.dtype], device=device, max_model_len=spec.max_model_len),
+        parts=ModelParts(ops=layer_ops(spec.device), state_ops=state_ops(spec.device), communicator=communicator),
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
