@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.local_engine import EngineOptions, LocalEngine, start_worker
+from support.family_ranks import RankCase, execute_cases
+from support.local_engine import EngineOptions, LocalEngine, OracleExecutor, start_worker
 from support.local_pair import LocalPair
 from support.parity_cases import NAMES, NUM_OUTPUT, preempting_pool, prompts
+from support.rank_processes import run_ranks
 from support.tiny_families import FAMILIES, build
 
 from blockferry.connectors.base import TransferMode
@@ -85,6 +87,21 @@ def test_fp8_logits_stay_close_to_those_of_a_whole_cache(family: str, folder: Pa
     errors_S = (fp8_SV - whole_SV).norm(dim=1) / whole_SV.norm(dim=1)
     # of random weights; where it changes the choice of an expert, a prompt's logits are others altogether
     assert 0 < errors_S.median() < 0.35, errors_S
+
+
+@pytest.mark.parametrize("shape", [{"tp_size": 2}, {"pp_size": 2}])
+def test_fp8_tokens_are_the_same_on_several_ranks(shape: dict[str, int], folder: Path, tmp_path: Path) -> None:
+    options = dataclasses.replace(FP8, **shape)
+    cases, answers = [], []
+    for family in ("llama", "gemma2", "deepseek_v3"):
+        path = build(FAMILIES[family], folder)
+        sequences = [prompt + output for prompt, output in zip(prompts(), tokens_of(path), strict=True)]
+        engine = LocalEngine(path, options, OracleExecutor(sequences))
+        engine.generate(prompts(), NUM_OUTPUT)
+        cases.append(RankCase(path=path, options=options, plans=[plan for plan, _ in engine.steps]))
+        answers.append([result.token_ids.tolist() for _, result in engine.steps])
+    ranks = run_ranks(options.worker_spec(cases[0].path), tmp_path / "meet", execute_cases, cases)
+    assert next(rank for rank in reversed(ranks) if rank[0]) == answers
 
 
 def _first_logits(path: Path, options: EngineOptions) -> torch.Tensor:
