@@ -20,6 +20,7 @@ from blockferry.engine.models.state_ops import StateOps
 from blockferry.engine.models.torch_state_ops import TorchStateOps
 from blockferry.engine.worker.inputs import EncoderInput
 from blockferry.engine.worker.model_runner import LayerByLayer, LayerCompute
+from blockferry.engine.worker.page_views import TORCH_BLOCKS, BlockOps
 from blockferry.engine.worker.paged_caches import GroupMetadata, PagedCaches
 
 TORCH_DTYPES = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16}
@@ -57,6 +58,15 @@ def state_ops(device: Device) -> StateOps:
     """The recurrences of a device."""
     del device
     return TorchStateOps()
+
+
+def block_ops(device: Device) -> BlockOps:
+    """How a device copies and clears whole blocks."""
+    if device is Device.CPU:
+        return TORCH_BLOCKS
+    from blockferry.kernels.block_pack import block_copy, block_zero  # loads Triton, which CPU workers never need
+
+    return BlockOps(copy=block_copy, zero=block_zero)
 
 
 def layer_compute(device: Device, model: Decoder, caches: PagedCaches) -> LayerCompute:

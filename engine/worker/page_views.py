@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -34,6 +34,25 @@ class PageDTypes:
 
     kv: torch.dtype  # keys, values and latents
     states: tuple[torch.dtype, ...] = ()  # per tensor of a recurrent layer
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BlockOps:
+    """How a device moves whole blocks; pages are uint8 [B, bytes] with any row stride, ids int64."""
+
+    copy: Callable[[torch.Tensor, torch.Tensor], None]  # (pages, pairs [n, 2] of (source, destination))
+    zero: Callable[[torch.Tensor, torch.Tensor], None]  # (pages, block ids [n])
+
+
+def _copy_rows(pages: torch.Tensor, pairs: torch.Tensor) -> None:
+    pages[pairs[:, 1]] = pages[pairs[:, 0]]
+
+
+def _zero_rows(pages: torch.Tensor, block_ids: torch.Tensor) -> None:
+    pages[block_ids] = 0
+
+
+TORCH_BLOCKS = BlockOps(copy=_copy_rows, zero=_zero_rows)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +76,7 @@ class PageViews:
         layout: str,
         dtypes: PageDTypes,
         num_kv_heads: int | None = None,
+        block_ops: BlockOps = TORCH_BLOCKS,
     ) -> None:
         """`memory` is uint8, one-dimensional, of at least plan.pool_bytes, on any device; `layout` is the plan's.
 
@@ -70,6 +90,8 @@ class PageViews:
                 f"pool memory is {memory.dtype} of shape {tuple(memory.shape)}; "
                 f"the plan needs {plan.pool_bytes} bytes of uint8 in one dimension"
             )
+        self._block_ops = block_ops
+        self._device = memory.device
         self.layers: dict[int, tuple[torch.Tensor, ...]] = {}  # layer id -> its tensors
         self._rows: list[list[torch.Tensor]] = [[] for _ in plan.groups]  # uint8 [B, bytes]: all of a block, in runs
         for region in plan.regions:
@@ -83,15 +105,16 @@ class PageViews:
     def copy_blocks(self, group: int, pairs: NDArray[np.int32]) -> None:
         """Copy whole blocks of a group; pairs is [n, 2] of (source, destination), no destination being a source."""
         if len(pairs):
-            source, destination = torch.from_numpy(pairs.astype(np.int64)).unbind(1)
+            pairs_n2 = torch.from_numpy(pairs.astype(np.int64)).to(self._device)
             for rows in self._rows[group]:
-                rows[destination.to(rows.device)] = rows[source.to(rows.device)]
+                self._block_ops.copy(rows, pairs_n2)
 
     def zero_blocks(self, group: int, block_ids: NDArray[np.int32]) -> None:
         """Clear whole blocks of a group."""
         if len(block_ids):
+            block_ids_n = torch.from_numpy(block_ids.astype(np.int64)).to(self._device)
             for rows in self._rows[group]:
-                rows[torch.from_numpy(block_ids.astype(np.int64)).to(rows.device)] = 0
+                self._block_ops.zero(rows, block_ids_n)
 
 
 def _axes_of(region: PageRegion, layout: str, dtypes: PageDTypes) -> Iterator[_Axes]:

@@ -35,6 +35,7 @@ from blockferry.engine.wire import StepPlan, StepResult
 from blockferry.engine.worker.backends import (
     TORCH_DTYPES,
     attention_backend,
+    block_ops,
     latent_backend,
     layer_compute,
     layer_ops,
@@ -155,6 +156,7 @@ class Worker:
             layout=self.spec.layout,
             dtypes=page_dtypes(stage, self._dtype, cache_dtype),
             num_kv_heads=len(self._kv_heads),
+            block_ops=block_ops(self.spec.device),
         )
 
     def _open(

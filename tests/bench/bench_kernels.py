@@ -21,7 +21,7 @@ from triton.testing import do_bench
 from blockferry.cluster.bench.report import Report, Result
 from blockferry.engine.attention.base import AttentionRule
 from blockferry.kernels.attention_terms import first_in_reach
-from blockferry.kernels.block_copy import block_copy, block_zero
+from blockferry.kernels.block_pack import block_copy, block_gather, block_scatter, block_zero
 from blockferry.kernels.kv_write import kv_write
 from blockferry.kernels.paged_decode import paged_decode
 from blockferry.kernels.paged_prefill import paged_prefill
@@ -216,23 +216,48 @@ def layer_cases(tokens):
 
 
 def block_cases(num_pairs, num_layers):
-    """Whole blocks of a model's pool."""
+    """Whole blocks of a model's pool, all layers of a block in a row."""
     block_bytes = num_layers * K * N * 2 * D * ITEM_BYTES
 
+    def rows(device, num_rows):
+        return torch.randint(0, 256, (num_rows, block_bytes), dtype=torch.uint8, device=device)
+
+    def pool(device):
+        """(pages, block ids, twice as many as are moved, in random order)."""
+        num_blocks = 2 * num_pairs
+        return rows(device, num_blocks + 1), (torch.randperm(num_blocks, device=device) + 1).to(torch.int32)
+
+    def gather(device):
+        (pages, block_ids), packed = pool(device), rows(device, num_pairs)
+        return lambda: block_gather(pages, block_ids[:num_pairs], packed)
+
+    def scatter(device):
+        (pages, block_ids), packed = pool(device), rows(device, num_pairs)
+        return lambda: block_scatter(packed, block_ids[:num_pairs], pages)
+
     def copy(device):
-        pool = _randn(device, 2 * num_pairs + 1, num_layers, K, N, 2 * D)
-        pairs = (torch.randperm(2 * num_pairs, device=device) + 1).to(torch.int32).view(num_pairs, 2)
-        return lambda: block_copy(pool, pairs)
+        pages, block_ids = pool(device)
+        return lambda: block_copy(pages, block_ids.view(num_pairs, 2))
 
     def zero(device):
-        pool = _randn(device, 2 * num_pairs + 1, num_layers, K, N, 2 * D)
-        block_ids = torch.arange(1, num_pairs + 1, dtype=torch.int32, device=device)
-        return lambda: block_zero(pool, block_ids)
+        pages, block_ids = pool(device)
+        return lambda: block_zero(pages, block_ids[:num_pairs])
 
-    size = f"P={num_pairs} L={num_layers}"
+    work = [  # name, times a byte is read or written, prepare
+        ("block_gather", 2, gather),
+        ("block_scatter", 2, scatter),
+        ("block_copy", 2, copy),
+        ("block_zero", 1, zero),
+    ]
     return [
-        Case(name="block_copy", size=size, num_bytes=2 * num_pairs * block_bytes, num_flops=0, prepare=copy),
-        Case(name="block_zero", size=size, num_bytes=num_pairs * block_bytes, num_flops=0, prepare=zero),
+        Case(
+            name=name,
+            size=f"P={num_pairs} L={num_layers}",
+            num_bytes=num_accesses * num_pairs * block_bytes,
+            num_flops=0,
+            prepare=prepare,
+        )
+        for name, num_accesses, prepare in work
     ]
 
 

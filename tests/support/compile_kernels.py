@@ -152,9 +152,12 @@ def launch_everything(modules):
     modules["rms_norm"].add_rms_norm(x, x, x[0], 1e-6)
     modules["silu_mul"].silu_mul(x)
     _launch_experts(modules)
-    pool = torch.empty(9, 2, 8, 16, 256, dtype=torch.bfloat16)
-    modules["block_copy"].block_copy(pool, torch.zeros(3, 2, dtype=i32))
-    modules["block_copy"].block_zero(pool, torch.zeros(3, dtype=i32))
+    for num_bytes in (65_536, 2008, 1996, 1998, 1999):  # accesses of 16, 8, 4, 2 and 1 bytes
+        pages, ids = torch.empty(9, num_bytes, dtype=torch.uint8), torch.zeros(9, dtype=i32)
+        modules["block_pack"].block_gather(pages, ids, pages)
+        modules["block_pack"].block_scatter(pages, ids.long(), pages)
+        modules["block_pack"].block_copy(pages, torch.zeros(3, 2, dtype=i32))
+        modules["block_pack"].block_zero(pages, ids)
     for rows in (1, 100):
         modules["slot_mapping"].slot_mapping(
             torch.zeros(rows, 64, dtype=i32),
@@ -179,6 +182,7 @@ def resources(compiled, backend):
             "spilled_bytes": spilled,
             "is_float32": is_float32,
             "num_matrix_instructions": text.count("v_mfma"),
+            "num_16_byte_accesses": len(re.findall(r"(?:buffer|global)_(?:load|store)_dwordx4", text)),
         }
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -195,6 +199,7 @@ def resources(compiled, backend):
         "spilled_bytes": stack,
         "is_float32": is_float32,
         "num_matrix_instructions": ptx.count("mma.sync") + ptx.count("wgmma.mma_async"),
+        "num_16_byte_accesses": len(re.findall(r"(?:ld|st)\.global[.\w]*\.(?:v2\.b64|v4\.b32)", ptx)),
         "num_pending_copies": max(map(int, waits), default=0),  # groups of copies in flight during a wait
     }
 

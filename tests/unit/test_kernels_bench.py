@@ -52,6 +52,8 @@ def test_every_case_runs_at_a_small_size(bench, monkeypatch):
         ("rms_norm_heads", "T=8192", 28),
         ("silu_mul", "T=8192", 147),
         ("rotate", "T=8192", 36),
+        ("block_gather", "P=64 L=32", 56),
+        ("block_scatter", "P=64 L=32", 56),
         ("block_copy", "P=64 L=32", 56),
         ("block_zero", "P=64 L=32", 28),
     ],

@@ -50,6 +50,13 @@ def test_attention_in_half_precision_uses_the_matrix_units(backend, arch, target
     assert all(entry["num_matrix_instructions"] > 0 for entry in entries if not entry["is_float32"])
 
 
+@pytest.mark.parametrize(("backend", "arch", "target"), TARGETS)
+def test_aligned_blocks_move_16_bytes_at_once(backend, arch, target):
+    entries = [entry for entry in compile_for(backend, arch)["compiled"] if entry["kernel"].startswith("block_")]
+    gather, scatter, copy, zero = entries[:4]  # of pages that 16 bytes divide; the others' they do not
+    assert all(entry["num_16_byte_accesses"] > 0 for entry in (gather, scatter, copy, zero))
+
+
 @pytest.mark.parametrize("arch", ["80", "90"])
 def test_attention_loads_a_key_tile_while_it_uses_another(arch):
     entries = [entry for entry in compile_for("cuda", arch)["compiled"] if entry["kernel"] in ATTENTION]
