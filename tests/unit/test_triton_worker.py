@@ -18,7 +18,7 @@ NUM_OUTPUT = 4
 
 @pytest.mark.parametrize(("family", "layout"), [("llama", "BHLNC"), ("qwen3", "LBNHC")])
 def test_worker_on_triton_kernels_continues_as_transformers_does(family, layout, tmp_path, monkeypatch):
-    monkeypatch.setattr(worker_module, "attention_backend", lambda device: TritonAttention())
+    monkeypatch.setattr(worker_module, "attention_backend", lambda device, cache_dtype: TritonAttention())
     monkeypatch.setattr(worker_module, "layer_ops", lambda device: TritonOps())
     path = make_checkpoint(tmp_path, family)
     worker = start_worker(worker_spec(path, layout=layout, device=Device(DEVICE)), num_blocks=16)
