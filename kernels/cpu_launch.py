@@ -81,7 +81,7 @@ class KernelStore:
         rtsys.initialize(cpu_target.target_context)  # machine code from the folder refers to numba's runtime
         self._codegen = cpu_target.target_context.codegen()
         digest = hashlib.sha256(repr((numba.__version__, llvmlite.__version__, self._codegen.magic_tuple())).encode())
-        for source in sorted(Path(__file__).parent.glob("cpu_*.py")):
+        for source in sorted(Path(__file__).parent.glob("*.py")):
             digest.update(source.read_bytes())
         self._version = digest.hexdigest()[:16]
         self._loaded: dict[str, CompiledKernel] = {}

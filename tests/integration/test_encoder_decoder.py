@@ -16,6 +16,7 @@ from support.dense_step import dense_logits
 from support.family_ranks import RankCase, execute_cases
 from support.local_engine import EngineOptions, LocalEngine, start_worker
 from support.local_pair import LocalPair
+from support.parity_table import RecordCell
 from support.rank_processes import run_ranks
 from support.tiny_families import FAMILIES, build, load_reference, make_prompt, one_thread, reference_logits
 
@@ -84,18 +85,25 @@ def test_inputs_differ_in_what_follows(path: Path) -> None:
     ],
 )
 def test_requests_together_continue_as_transformers_does(
-    path: Path, planner: Planner | None, layout: str, block_size: int | None
+    path: Path, planner: Planner | None, layout: str, block_size: int | None, record_cell: RecordCell
 ) -> None:
     engine = start(path, EngineOptions(max_model_len=64, planner=planner, layout=layout, block_size=block_size))
     assert run(engine, INPUTS) == [expected(path, one) for one in INPUTS]
     assert_all_free(engine)
+    if planner is not None:
+        record_cell("bart", f"{planner} plan")
+    if layout.startswith("L"):
+        record_cell("bart", "layers outermost")
 
 
 @pytest.mark.parametrize("chunk", [8, 17, 128])
-def test_decoder_prompts_in_chunks_continue_as_transformers_does(path: Path, chunk: int) -> None:
+def test_decoder_prompts_in_chunks_continue_as_transformers_does(
+    path: Path, chunk: int, record_cell: RecordCell
+) -> None:
     engine = start(path, EngineOptions(max_model_len=128, max_num_batched_tokens=chunk))
     assert run(engine, INPUTS, PREFIX) == [expected(path, one, PREFIX) for one in INPUTS]
     assert_all_free(engine)
+    record_cell("bart", "chunked prompts")
 
 
 def test_warm_worker_continues_as_transformers_does(path: Path) -> None:
@@ -106,7 +114,7 @@ def test_warm_worker_continues_as_transformers_does(path: Path) -> None:
     assert run(engine, INPUTS) == [expected(path, one) for one in INPUTS]
 
 
-def test_preempted_requests_continue_as_transformers_does(path: Path) -> None:
+def test_preempted_requests_continue_as_transformers_does(path: Path, record_cell: RecordCell) -> None:
     inputs = [make_prompt(20 + seed, 16) for seed in range(24)]
     # one sequence with the longest of inputs; the 24 here are admitted with 3 blocks each and grow to 6
     options = EngineOptions(
@@ -116,6 +124,7 @@ def test_preempted_requests_continue_as_transformers_does(path: Path) -> None:
     assert run(engine, inputs) == [expected(path, one) for one in inputs]
     assert engine.instance.num_preemptions > 0
     assert_all_free(engine)
+    record_cell("bart", "preemption")
 
 
 def test_equal_decoder_prompts_share_no_blocks_where_encoder_inputs_differ(path: Path) -> None:
@@ -125,13 +134,26 @@ def test_equal_decoder_prompts_share_no_blocks_where_encoder_inputs_differ(path:
     assert engine.kv.stats().num_hit_tokens == 0
 
 
-def test_same_request_again_finds_its_decoders_blocks(path: Path) -> None:
+def test_same_request_again_finds_its_decoders_blocks(path: Path, record_cell: RecordCell) -> None:
     engine = start(path, EngineOptions(max_model_len=128))
     first = run(engine, INPUTS, PREFIX)
     assert engine.kv.stats().num_hit_tokens == 0
     assert run(engine, INPUTS, PREFIX) == first == [expected(path, one, PREFIX) for one in INPUTS]
     assert engine.kv.stats().num_hit_tokens == len(INPUTS) * (len(PREFIX) // 16 * 16)
     assert_all_free(engine)
+    record_cell("bart", "cold and warm cache")
+
+
+def test_tokens_are_the_same_after_half_of_the_decoders_blocks_were_evicted(
+    path: Path, record_cell: RecordCell
+) -> None:
+    engine = start(path, EngineOptions(max_model_len=128))
+    answers = [expected(path, one, PREFIX) for one in INPUTS]
+    assert run(engine, INPUTS, PREFIX) == answers
+    engine.kv.evict_blocks(np.arange(1, engine.plan.ledger.num_blocks, 2, dtype=np.int32))
+    assert run(engine, INPUTS, PREFIX) == answers
+    assert 0 < engine.kv.stats().num_hit_tokens < len(INPUTS) * (len(PREFIX) // 16 * 16)
+    record_cell("bart", "part evicted")
 
 
 def test_uncached_requests_continue_as_transformers_does(path: Path) -> None:
@@ -142,7 +164,9 @@ def test_uncached_requests_continue_as_transformers_does(path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", list(TransferMode))
-def test_handed_over_requests_continue_without_encoding_again(path: Path, mode: TransferMode) -> None:
+def test_handed_over_requests_continue_without_encoding_again(
+    path: Path, mode: TransferMode, record_cell: RecordCell
+) -> None:
     pair = LocalPair(path, EngineOptions(max_model_len=128), mode=mode)
     try:
         for prompt in ([START], PREFIX, PREFIX):
@@ -154,6 +178,7 @@ def test_handed_over_requests_continue_without_encoding_again(path: Path, mode: 
     assert pair.num_ferried_bytes > num_input_bytes
     for kv in pair.ledgers.values():
         assert kv.stats().num_free_blocks == kv.stats().num_blocks
+    record_cell("bart", f"P/D {mode}")
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3])
@@ -197,7 +222,7 @@ class EncoderOracle:
 @pytest.mark.slow
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2), (1, 3)])
 def test_ranks_in_processes_sample_what_transformers_does(
-    path: Path, tmp_path: Path, tp_size: int, pp_size: int
+    path: Path, tmp_path: Path, tp_size: int, pp_size: int, record_cell: RecordCell
 ) -> None:
     options = EngineOptions(max_model_len=128, tp_size=tp_size, pp_size=pp_size)
     sequences = {tuple(one): [*PREFIX, *expected(path, one, PREFIX)] for one in INPUTS}
@@ -209,3 +234,4 @@ def test_ranks_in_processes_sample_what_transformers_does(
 
     sampled = next(rank for rank in reversed(ranks) if rank[0])
     assert sampled[0] == [result.token_ids.tolist() for _, result in engine.steps]
+    record_cell("bart", "TP 2" if tp_size == 2 else "PP 2")
