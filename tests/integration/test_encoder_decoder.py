@@ -144,13 +144,13 @@ def test_same_request_again_finds_its_decoders_blocks(path: Path, record_cell: R
     record_cell("bart", "cold and warm cache")
 
 
-def test_tokens_are_the_same_after_half_of_the_decoders_blocks_were_evicted(
+def test_tokens_are_the_same_after_some_of_the_decoders_blocks_were_evicted(
     path: Path, record_cell: RecordCell
 ) -> None:
     engine = start(path, EngineOptions(max_model_len=128))
     answers = [expected(path, one, PREFIX) for one in INPUTS]
     assert run(engine, INPUTS, PREFIX) == answers
-    engine.kv.evict_blocks(np.arange(1, engine.plan.ledger.num_blocks, 2, dtype=np.int32))
+    engine.kv.evict_blocks(np.arange(3, engine.plan.ledger.num_blocks, 3, dtype=np.int32))
     assert run(engine, INPUTS, PREFIX) == answers
     assert 0 < engine.kv.stats().num_hit_tokens < len(INPUTS) * (len(PREFIX) // 16 * 16)
     record_cell("bart", "part evicted")
