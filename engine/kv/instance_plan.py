@@ -110,14 +110,18 @@ def plan_instance(config: Mapping[str, Any], request: InstanceRequest) -> Instan
     """Plan an instance of the model that config.json describes.
 
     A pool that cannot hold one sequence of max_model_len is planned for a shorter one, halved until it fits. Raises
-    ConfigError (PoolTooSmall, UnplannableLayers) in one line.
+    ConfigError (PoolTooSmall, UnplannableLayers) in one line; a pool for nothing is told what max_model_len takes.
     """
     try:
         return _plan(config, request)
-    except PoolTooSmall:
+    except PoolTooSmall as error:
         if request.max_model_len == 1:
             raise
-        return plan_instance(config, dataclasses.replace(request, max_model_len=request.max_model_len // 2))
+        shorter, too_small = dataclasses.replace(request, max_model_len=request.max_model_len // 2), error
+    try:
+        return plan_instance(config, shorter)
+    except PoolTooSmall:
+        raise too_small from None
 
 
 def _plan(config: Mapping[str, Any], request: InstanceRequest) -> InstancePlan:
