@@ -27,6 +27,7 @@ from blockferry.engine.config import (
     SchedulerConfig,
 )
 from blockferry.engine.errors import ConfigError, ModelLoadError
+from blockferry.engine.kv.state_spec import MambaSpec
 from blockferry.engine.models.config import ModelHeader
 
 LAYOUTS = ("BHLNC", "BLHNC", "LBHNC", "LBNHC")
@@ -275,5 +276,14 @@ def _check_instances(instances: tuple[InstanceConfig, ...], device: Device) -> N
 
 
 def _check_against_checkpoint(config: DeploymentConfig, header: ModelHeader) -> None:
-    for index, instance in enumerate(config.instances):
-        plan_of(config.model, header, instance, where=f"instances[{index}]")
+    instances = config.instances
+    plans = [plan_of(config.model, header, one, where=f"instances[{index}]") for index, one in enumerate(instances)]
+    if not is_disaggregated(config) or not any(isinstance(spec, MambaSpec) for spec in plans[0].model.layers):
+        return
+    for index, instance in enumerate(instances):
+        if instance.tensor_parallel != instances[0].tensor_parallel:
+            raise ConfigError(
+                f"instances[{index}].tensor_parallel",
+                f"{instance.tensor_parallel} differs from instances[0]'s {instances[0].tensor_parallel}; recurrent "
+                "states are ferried from rank to rank, use one number",
+            )

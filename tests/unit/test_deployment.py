@@ -107,6 +107,14 @@ def test_block_size_must_fit_the_gpu_kernels(folder):
     assert message == ("instances[0].cache.block_size: 24 is not a multiple of 16, the kernel tile; use 16, 32 or 64")
 
 
+def test_recurrent_states_need_one_tensor_parallel_on_both_sides(folder):
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    states = {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "full_attn_idxs": [1, 3], "conv_L_cache": 3}
+    (folder / "model" / "config.json").write_text(json.dumps(LLAMA | shape | states))
+    message = refusal(folder, PD.replace("{role: prefill}", "{role: prefill, tensor_parallel: 2}"))
+    assert message.startswith("instances[1].tensor_parallel: 1 differs from instances[0]'s 2")
+
+
 def test_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match="no such file"):
         load_deployment(tmp_path / "absent.yaml")
