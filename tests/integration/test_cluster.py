@@ -170,6 +170,7 @@ def test_other_shells_find_it_and_sigterm_leaves_no_trace(server: Server) -> Non
     (found,) = json.loads(status.stdout)["deployments"]
     assert (found["healthy"], found["url"]) == (True, server.url)
     assert {one["instance_id"] for one in found["workers"]} == {"prefill-0", "decode-0"}
+    assert {one["plan"]["num_blocks"] for one in found["instances"]} == {64}
 
     answer = server.run("generate", str(server.file), "hello there", "--raw", "--max-tokens", "4", "--json")
     assert answer.returncode == 0, answer.stderr

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from support.local_engine import EngineOptions, nan_memory
 
+from blockferry.engine.errors import BlockferryError
 from blockferry.engine.wire import StepPlan
 from blockferry.engine.worker.spec import WorkerSpec
 from blockferry.engine.worker.worker import Worker
@@ -27,6 +28,21 @@ def execute_cases(spec: WorkerSpec, cases: Sequence[RankCase]) -> list[list[list
     """Sampled tokens per step of every case; [] on ranks that do not sample. spec says which rank this is."""
     torch.set_num_threads(1)
     return [_execute(spec, number, case) for number, case in enumerate(cases)]
+
+
+def complaint_of_loading(spec: WorkerSpec, folders: Sequence[Path | None]) -> str:
+    """What a rank's load() raises, or nothing; a rank without a folder stays away."""
+    folder = folders[spec.rank]
+    if folder is None:
+        return ""
+    worker = Worker(dataclasses.replace(spec, model_path=folder))
+    try:
+        worker.load()
+    except BlockferryError as error:
+        return str(error)
+    finally:
+        worker.close()
+    return ""
 
 
 def _execute(spec: WorkerSpec, number: int, case: RankCase) -> list[list[int]]:
