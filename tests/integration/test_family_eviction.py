@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.local_engine import EngineOptions, LocalEngine, start_worker
-from support.parity_cases import NAMES, NUM_OUTPUT, expected, prompts
+from support.parity_cases import NAMES, WORKLOAD
 from support.parity_table import RecordCell
 from support.tiny_families import FAMILIES, build
 
@@ -33,12 +33,12 @@ def test_tokens_are_the_same_after_only_some_groups_were_evicted(
     local = [number for number, group in enumerate(groups) if group.spec.kind in LOCAL]
     others = [number for number in range(len(groups)) if number not in local]
 
-    assert engine.generate(prompts(), NUM_OUTPUT) == expected(path)
+    assert engine.generate(WORKLOAD.prompts, WORKLOAD.num_output) == WORKLOAD.expected(path)
     for evicted in (local, others):
         for group in evicted:
             engine.kv.evict_blocks(all_blocks(engine, group), group)
-        assert engine.generate(prompts(), NUM_OUTPUT) == expected(path)
-    assert engine.generate(prompts(), NUM_OUTPUT) == expected(path)
+        assert engine.generate(WORKLOAD.prompts, WORKLOAD.num_output) == WORKLOAD.expected(path)
+    assert engine.generate(WORKLOAD.prompts, WORKLOAD.num_output) == WORKLOAD.expected(path)
     record_cell(name, "part evicted")
 
 

@@ -6,7 +6,7 @@ import pytest
 from support.covering import cover
 from support.local_engine import EngineOptions
 from support.local_pair import PREFILL, LocalPair
-from support.parity_cases import NAMES, NUM_OUTPUT, expected, prompts
+from support.parity_cases import NAMES, WORKLOAD
 from support.parity_table import RecordCell
 from support.tiny_families import FAMILIES, build
 
@@ -42,8 +42,8 @@ def test_a_handed_over_sequence_continues_with_the_same_tokens(
     )
     pair = LocalPair(path, options, mode=mode)
     try:
-        assert pair.generate(prompts(), NUM_OUTPUT) == expected(path)
-        assert pair.generate(prompts(), NUM_OUTPUT) == expected(path)
+        assert pair.generate(WORKLOAD.prompts, WORKLOAD.num_output) == WORKLOAD.expected(path)
+        assert pair.generate(WORKLOAD.prompts, WORKLOAD.num_output) == WORKLOAD.expected(path)
     finally:
         pair.close()
 

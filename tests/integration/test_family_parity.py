@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.local_engine import LocalEngine, start_worker
-from support.parity_cases import NUM_OUTPUT, ParityCase, cases, expected, preempting_pool, prompts
+from support.parity_cases import ParityCase, cases, preempting_pool
 from support.parity_table import RecordCell
 from support.tiny_families import FAMILIES, build
 
@@ -36,8 +36,8 @@ def check(case: ParityCase, folder: Path, record_cell: RecordCell) -> None:
     options = preempting_pool(case.options, path) if case.preempts else case.options
     engine = LocalEngine(path, options, start_worker(path, options))
 
-    assert engine.generate(prompts(), NUM_OUTPUT) == expected(path)
-    assert engine.generate(prompts(), NUM_OUTPUT) == expected(path)
+    assert engine.generate(case.workload.prompts, case.workload.num_output) == case.workload.expected(path)
+    assert engine.generate(case.workload.prompts, case.workload.num_output) == case.workload.expected(path)
 
     stats = engine.kv.stats()
     assert stats.num_free_blocks == stats.num_blocks
@@ -50,7 +50,7 @@ def features(case: ParityCase, engine: LocalEngine) -> Iterator[str]:
     """What a case has shown."""
     if case.options.enable_caching:
         yield "cold and warm cache"
-    if case.options.max_num_batched_tokens < max(map(len, prompts())):
+    if case.options.max_num_batched_tokens < max(map(len, case.workload.prompts)):
         yield "chunked prompts"
     if engine.instance.num_preemptions:
         yield "preemption"

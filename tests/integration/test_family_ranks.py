@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.family_ranks import RankCase, execute_cases
 from support.local_engine import EngineOptions, LocalEngine, OracleExecutor
-from support.parity_cases import NAMES, NUM_OUTPUT, expected, preempting_pool, prompts
+from support.parity_cases import GROWING, NAMES, WORKLOAD, preempting_pool
 from support.parity_table import RecordCell
 from support.rank_processes import run_ranks
 from support.tiny_families import FAMILIES, build
@@ -26,11 +26,10 @@ def check_all_families(folder: Path, meeting_point: Path, options: EngineOptions
     cases, answers = [], []
     for name in NAMES:
         path = build(FAMILIES[name], folder)
-        sequences = [prompt + output for prompt, output in zip(prompts(), expected(path), strict=True)]
         own = preempting_pool(options, path)
-        engine = LocalEngine(path, own, OracleExecutor(sequences))
-        for _ in range(2):
-            engine.generate(prompts(), NUM_OUTPUT)
+        engine = LocalEngine(path, own, OracleExecutor(GROWING.sequences(path) + WORKLOAD.sequences(path)))
+        for workload in (GROWING, WORKLOAD, WORKLOAD):
+            engine.generate(workload.prompts, workload.num_output)
         cases.append(RankCase(path=path, options=own, plans=[plan for plan, _ in engine.steps]))
         answers.append([result.token_ids.tolist() for _, result in engine.steps])
 

@@ -17,9 +17,7 @@ from blockferry.engine.errors import ConfigError
 from blockferry.engine.kv.plan import Planner
 
 NAMES = tuple(name for name, family in FAMILIES.items() if not family.has_encoder)
-NUM_OUTPUT = 20
-PROMPT_LENGTHS = (5, 70, 33, 100)
-_SHARED_PREFIX = 40  # of the last two prompts
+_SHARED_PREFIX = 40
 FACTORS: dict[str, tuple[object, ...]] = {
     "family": NAMES,
     "layout": ("BHLNC", "BLHNC", "LBHNC", "LBNHC"),
@@ -40,6 +38,11 @@ class ParityCase:
     preempts: bool
 
     @property
+    def workload(self) -> Workload:
+        """What is asked."""
+        return GROWING if self.preempts else WORKLOAD
+
+    @property
     def name(self) -> str:
         options = self.options
         parts = [self.family, options.layout, options.planner or "auto", f"b{options.block_size or 0}"]
@@ -47,17 +50,37 @@ class ParityCase:
         return "-".join([*parts, "cached" if options.enable_caching else "uncached"])
 
 
-def prompts() -> list[list[int]]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Workload:
+    """Prompts that arrive together, and how far each is continued."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    num_output: int
+
+    def expected(self, path: Path) -> list[list[int]]:
+        """transformers' continuation of every prompt."""
+        return _expected(path, self)
+
+    def sequences(self, path: Path) -> list[list[int]]:
+        """Prompts with their continuations."""
+        return [[*prompt, *output] for prompt, output in zip(self.prompts, self.expected(path), strict=True)]
+
+
+def _make_workload() -> Workload:
     """Four prompts, of which two begin alike."""
-    made = [make_prompt(seed, length) for seed, length in enumerate(PROMPT_LENGTHS)]
+    made = [make_prompt(seed, length) for seed, length in enumerate((5, 70, 33, 100))]
     made[-1][:_SHARED_PREFIX] = made[1][:_SHARED_PREFIX]
-    return made
+    return Workload(tuple(map(tuple, made)), 20)
+
+
+WORKLOAD = _make_workload()
+GROWING = Workload(tuple(tuple(make_prompt(50 + seed, 10 + seed)) for seed in range(8)), 60)
+"""Sequences that outgrow by far what they are admitted with."""
 
 
 @functools.cache
-def expected(folder: Path) -> list[list[int]]:
-    """transformers' continuation of every prompt."""
-    return [reference_tokens(folder, prompt, NUM_OUTPUT) for prompt in prompts()]
+def _expected(path: Path, workload: Workload) -> list[list[int]]:
+    return [reference_tokens(path, prompt, workload.num_output) for prompt in workload.prompts]
 
 
 def cases(*, strength: int) -> list[ParityCase]:
@@ -94,12 +117,12 @@ def _is_plannable(family: str, layout: str, planner: Planner | None, block_size:
 
 def preempting_pool(options: EngineOptions, path: Path) -> EngineOptions:
     """The same with a pool in which sequences outgrow what they were admitted with, if there is such a pool."""
-    sequences = [prompt + output for prompt, output in zip(prompts(), expected(path), strict=True)]
+    sequences = GROWING.sequences(path)
     least = smallest_pool(options, path)
     for percent in range(100, 260, 20):
         tight = dataclasses.replace(least, memory_bytes=least.memory_bytes * percent // 100)
         engine = LocalEngine(path, tight, OracleExecutor(sequences))
-        engine.generate(prompts(), NUM_OUTPUT)
+        engine.generate(GROWING.prompts, GROWING.num_output)
         if engine.instance.num_preemptions:
             return tight
     return least
