@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from support.cluster import LiveDeployment, complete, live_deployment, stream, wait_until_idle
-from support.parity_cases import NUM_OUTPUT, expected, prompts
-from support.tiny_families import FAMILIES, build, make_prompt
+from support.tiny_families import FAMILIES, build, make_prompt, reference_tokens
 from support.tiny_tokenizers import save_letters
 
 from blockferry.cluster.engine_client import ZmqEngineClient
@@ -27,6 +25,9 @@ DEPLOYMENTS = {
     "deepseek_v3": PAIR + "connector: {mode: pull}\n",  # latents, experts
     "qwen3_next": TP2,  # states, experts
 }
+NUM_OUTPUT = 20
+PROMPTS = [make_prompt(seed, num_tokens) for seed, num_tokens in enumerate((5, 70, 33))]
+PROMPTS.append(PROMPTS[1][:40] + make_prompt(9, 60))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT)
 NUM_ABANDONED = 4
 
@@ -35,8 +36,7 @@ NUM_ABANDONED = 4
 class Served:
     """A running deployment and what its model should say."""
 
-    name: str
-    path: Path
+    answers: list[list[int]]  # to PROMPTS
     live: LiveDeployment
 
 
@@ -46,10 +46,11 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     name = request.param
     path = build(FAMILIES[name], folder)
     save_letters(path)
+    answers = [reference_tokens(path, prompt, NUM_OUTPUT) for prompt in PROMPTS]
     model = f"model: {{path: {path}, dtype: float32, max_model_len: 256}}\n"
     limits = "scheduler: {max_num_seqs: 8, max_num_batched_tokens: 48}\ncache: {memory: 8MiB}\napi: {port: 0}\n"
     with live_deployment(model + limits + DEPLOYMENTS[name], folder, with_api=True) as live:
-        yield Served(name=name, path=path, live=live)
+        yield Served(answers=answers, live=live)
 
 
 async def abandon(client: ZmqEngineClient, seed: int) -> None:
@@ -69,7 +70,7 @@ def ask_among_leavers(live: LiveDeployment) -> list[list[int]]:
 
     async def use(client: ZmqEngineClient) -> list[list[int]]:
         leaving = [asyncio.create_task(abandon(client, 100 + number)) for number in range(NUM_ABANDONED)]
-        answers = await asyncio.gather(*(complete(client, prompt, GREEDY) for prompt in prompts()))
+        answers = await asyncio.gather(*(complete(client, prompt, GREEDY) for prompt in PROMPTS))
         await asyncio.gather(*leaving)
         return [answer.token_ids for answer in answers]
 
@@ -77,8 +78,8 @@ def ask_among_leavers(live: LiveDeployment) -> list[list[int]]:
 
 
 def test_answers_are_those_of_transformers_cold_and_warm_and_all_blocks_come_back(served: Served) -> None:
-    assert ask_among_leavers(served.live) == expected(served.path)
-    assert ask_among_leavers(served.live) == expected(served.path)
+    assert ask_among_leavers(served.live) == served.answers
+    assert ask_among_leavers(served.live) == served.answers
 
     status = wait_until_idle(served.live)  # the scheduler dies on a corrupt ledger
     for instance in status["instances"]:
@@ -90,7 +91,7 @@ def test_answers_are_those_of_transformers_cold_and_warm_and_all_blocks_come_bac
 
 
 def test_completions_continue_token_ids_as_transformers_does(served: Served) -> None:
-    body: dict[str, Any] = {"prompt": prompts(), "max_tokens": NUM_OUTPUT, "temperature": 0, "ignore_eos": True}
+    body: dict[str, Any] = {"prompt": PROMPTS, "max_tokens": NUM_OUTPUT, "temperature": 0, "ignore_eos": True}
     body |= {"logprobs": 0, "return_tokens_as_token_ids": True}
     answer = httpx.post(f"{served.live.running.url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
@@ -98,4 +99,4 @@ def test_completions_continue_token_ids_as_transformers_does(served: Served) -> 
         [int(token.removeprefix("token_id:")) for token in choice["logprobs"]["tokens"]]
         for choice in answer.json()["choices"]
     ]
-    assert tokens == expected(served.path)
+    assert tokens == served.answers
