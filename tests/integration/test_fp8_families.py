@@ -13,7 +13,7 @@ import torch
 from support.family_ranks import RankCase, execute_cases
 from support.local_engine import EngineOptions, LocalEngine, OracleExecutor, start_worker
 from support.local_pair import LocalPair
-from support.parity_cases import NAMES, NUM_OUTPUT, preempting_pool, prompts
+from support.parity_cases import NAMES, WORKLOAD, preempting_pool
 from support.rank_processes import run_ranks
 from support.tiny_families import FAMILIES, build
 
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @functools.cache
 def tokens_of(path: Path) -> list[list[int]]:
     """Cold, of prompts that arrive together."""
-    return LocalEngine(path, FP8, start_worker(path, FP8)).generate(prompts(), NUM_OUTPUT)
+    return LocalEngine(path, FP8, start_worker(path, FP8)).generate(WORKLOAD.prompts, WORKLOAD.num_output)
 
 
 @pytest.mark.parametrize("family", ATTENTIVE)
@@ -43,8 +43,8 @@ def test_fp8_tokens_do_not_depend_on_hits_chunks_or_the_batch(family: str, folde
     path = build(FAMILIES[family], folder)
     options = dataclasses.replace(FP8, max_num_batched_tokens=17)
     engine = LocalEngine(path, options, start_worker(path, options))
-    alone = [engine.generate([prompt], NUM_OUTPUT)[0] for prompt in prompts()]
-    warm = engine.generate(prompts(), NUM_OUTPUT)
+    alone = [engine.generate([prompt], WORKLOAD.num_output)[0] for prompt in WORKLOAD.prompts]
+    warm = engine.generate(WORKLOAD.prompts, WORKLOAD.num_output)
     assert alone == warm == tokens_of(path)
     assert engine.kv.stats().num_hit_tokens > 0
 
@@ -54,7 +54,7 @@ def test_fp8_tokens_survive_preemption(family: str, folder: Path) -> None:
     path = build(FAMILIES[family], folder)
     options = preempting_pool(FP8, path)
     engine = LocalEngine(path, options, start_worker(path, options))
-    assert engine.generate(prompts(), NUM_OUTPUT) == tokens_of(path)
+    assert engine.generate(WORKLOAD.prompts, WORKLOAD.num_output) == tokens_of(path)
 
 
 @pytest.mark.parametrize("family", RECURRENT)
@@ -71,7 +71,7 @@ def test_fp8_blocks_are_ferried_as_they_are(family: str, folder: Path) -> None:
     path = build(FAMILIES[family], folder)
     pair = LocalPair(path, FP8, mode=TransferMode.PULL)
     try:
-        ferried = pair.generate(prompts(), NUM_OUTPUT)
+        ferried = pair.generate(WORKLOAD.prompts, WORKLOAD.num_output)
         num_equal = sum(one == other for one, other in zip(ferried, tokens_of(path), strict=True))
         assert num_equal >= (len(ferried) if family in ATTENTIVE else len(ferried) - 1)
         assert pair.num_ferried_bytes > 0
@@ -95,9 +95,9 @@ def test_fp8_tokens_are_the_same_on_several_ranks(shape: dict[str, int], folder:
     cases, answers = [], []
     for family in ("llama", "gemma2", "deepseek_v3"):
         path = build(FAMILIES[family], folder)
-        sequences = [prompt + output for prompt, output in zip(prompts(), tokens_of(path), strict=True)]
+        sequences = [[*prompt, *output] for prompt, output in zip(WORKLOAD.prompts, tokens_of(path), strict=True)]
         engine = LocalEngine(path, options, OracleExecutor(sequences))
-        engine.generate(prompts(), NUM_OUTPUT)
+        engine.generate(WORKLOAD.prompts, WORKLOAD.num_output)
         cases.append(RankCase(path=path, options=options, plans=[plan for plan, _ in engine.steps]))
         answers.append([result.token_ids.tolist() for _, result in engine.steps])
     ranks = run_ranks(options.worker_spec(cases[0].path), tmp_path / "meet", execute_cases, cases)
@@ -117,6 +117,6 @@ def _first_logits(path: Path, options: EngineOptions) -> torch.Tensor:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker.model, "logits", record)
         engine = LocalEngine(path, options, worker)
-        for prompt in prompts():
+        for prompt in WORKLOAD.prompts:
             engine.generate([prompt], 1)
     return torch.cat(rows)
