@@ -11,12 +11,14 @@ the cores.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
+import itertools
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ import numba
 import numpy as np
 import torch
 from numba import cfunc, njit, types
+from numba.core.bytecode import FunctionIdentity
 from numba.core.registry import cpu_target
 from numba.core.runtime.nrt import rtsys
 
@@ -98,13 +101,30 @@ class KernelStore:
             library_name, symbol, code, bitcode = msgpack.unpackb(path.read_bytes())
             library = self._codegen.unserialize_library((library_name, "object", (code, bitcode)))
             return CompiledKernel(library.get_pointer_to_function(symbol), library)
-        kernel = build()
+        with _numbered_for(name):
+            kernel = build()
         library_name, _, (code, bitcode) = kernel._library.serialize_using_object_code()
         self._folder.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}")
         partial.write_bytes(msgpack.packb((library_name, kernel.native_name, code, bitcode)))
         partial.replace(path)  # other workers may be compiling the same
         return CompiledKernel(kernel.address, kernel)
+
+
+@contextlib.contextmanager
+def _numbered_for(name: str) -> Iterator[None]:
+    """Let numba number functions by the kernel that they are made for.
+
+    Its symbols end in a count of the process's functions. Two kernels that were each the first of a process would carry
+    one symbol, and a process that loads both would call one for the other.
+    """
+    counted = FunctionIdentity._unique_ids
+    first = int.from_bytes(hashlib.sha256(name.encode()).digest()[:5], "big") << 16
+    FunctionIdentity._unique_ids = itertools.count(first)
+    try:
+        yield
+    finally:
+        FunctionIdentity._unique_ids = counted
 
 
 class CompiledKernel:
