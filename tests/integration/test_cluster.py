@@ -258,7 +258,7 @@ def test_weights_that_fit_no_model_are_one_clear_line(tmp_path: Path, model: Pat
     odd = copied(model, tmp_path / "odd")
     edit_config(odd, intermediate_size=104)
     line = fails_with(write_deployment(tmp_path, odd), environment)
-    assert "loading weights" in line
+    assert "checking the checkpoint" in line
     assert "mlp" in line
 
 
