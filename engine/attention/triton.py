@@ -7,11 +7,10 @@ Legend: T tokens of the step, R rows, H query heads, K kv heads, D head dim, M b
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
 from blockferry.engine.attention.base import AttentionBackend, AttentionMetadata, AttentionRule
+from blockferry.engine.attention.step_parts import StepParts, split_step
 from blockferry.kernels.kv_write import kv_write
 from blockferry.kernels.paged_decode import paged_decode
 from blockferry.kernels.paged_prefill import paged_prefill
@@ -24,7 +23,7 @@ class TritonAttention(AttentionBackend):
     """
 
     def __init__(self) -> None:
-        self._parts: _StepParts | None = None
+        self._parts: StepParts | None = None
 
     def forward(
         self,
@@ -38,7 +37,7 @@ class TritonAttention(AttentionBackend):
     ) -> torch.Tensor:
         """Returns [T, H, D]; see AttentionBackend. Tokens past num_tokens come back undefined."""
         if self._parts is None or self._parts.metadata is not metadata:
-            self._parts = _split(metadata)
+            self._parts = split_step(metadata)
         parts = self._parts
         kv_write(k_TKD, v_TKD, kv_cache=kv_cache, slot_mapping_T=metadata.slot_mapping_T, scales=rule.scales)
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
@@ -66,33 +65,3 @@ class TritonAttention(AttentionBackend):
                 out_THD=out_THD,
             )
         return out_THD
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _StepParts:
-    """A step's decode rows, one token each, and the prefill rows after them."""
-
-    metadata: AttentionMetadata
-    decode_table_RM: torch.Tensor
-    decode_seq_lens_R: torch.Tensor
-    total_decode_len: int
-    max_decode_len: int
-    prefill_table_RM: torch.Tensor
-    prefill_seq_lens_R: torch.Tensor
-    prefill_start_R1: torch.Tensor  # counts from the step's first token, so its first entry is num_decode_rows
-
-
-def _split(metadata: AttentionMetadata) -> _StepParts:
-    decode = slice(0, metadata.num_decode_rows)
-    prefill = slice(metadata.num_decode_rows, metadata.num_rows)
-    decode_lens = metadata.seq_lens[decode]
-    return _StepParts(
-        metadata=metadata,
-        decode_table_RM=metadata.block_table_RM[decode],
-        decode_seq_lens_R=metadata.seq_lens_R[decode],
-        total_decode_len=sum(decode_lens),
-        max_decode_len=max(decode_lens, default=0),
-        prefill_table_RM=metadata.block_table_RM[prefill],
-        prefill_seq_lens_R=metadata.seq_lens_R[prefill],
-        prefill_start_R1=metadata.query_start_R1[metadata.num_decode_rows : metadata.num_rows + 1],
-    )

@@ -8,12 +8,11 @@ the metadata's names, the latent's dim in all others.
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
 from blockferry.engine.attention.base import AttentionMetadata, AttentionRule, LatentBackend
 from blockferry.engine.attention.latent import check_rule
+from blockferry.engine.attention.step_parts import StepParts, split_step
 from blockferry.kernels.fp8 import CacheScales
 from blockferry.kernels.kv_write import kv_write
 from blockferry.kernels.latent_decode import latent_decode
@@ -27,7 +26,7 @@ class TritonLatentAttention(LatentBackend):
     """
 
     def __init__(self) -> None:
-        self._parts: _StepParts | None = None
+        self._parts: StepParts | None = None
 
     def forward(
         self,
@@ -45,7 +44,7 @@ class TritonLatentAttention(LatentBackend):
         """
         check_rule(rule)
         if self._parts is None or self._parts.metadata is not metadata:
-            self._parts = _split(metadata)
+            self._parts = split_step(metadata)
         parts = self._parts
         _write(latent_TR, kv_cache, metadata.slot_mapping_T, rule.scales)
         num_tokens, num_heads, _ = q_THR.shape
@@ -78,36 +77,6 @@ class TritonLatentAttention(LatentBackend):
                 scales=rule.scales,
             )
         return out_THV
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _StepParts:
-    """A step's decode rows, one token each, and the prefill rows after them."""
-
-    metadata: AttentionMetadata
-    decode_table_RM: torch.Tensor
-    decode_seq_lens_R: torch.Tensor
-    total_decode_len: int
-    max_decode_len: int
-    prefill_table_RM: torch.Tensor
-    prefill_seq_lens_R: torch.Tensor
-    prefill_start_R1: torch.Tensor  # counts from the step's first token, so its first entry is num_decode_rows
-
-
-def _split(metadata: AttentionMetadata) -> _StepParts:
-    decode = slice(0, metadata.num_decode_rows)
-    prefill = slice(metadata.num_decode_rows, metadata.num_rows)
-    decode_lens = metadata.seq_lens[decode]
-    return _StepParts(
-        metadata=metadata,
-        decode_table_RM=metadata.block_table_RM[decode],
-        decode_seq_lens_R=metadata.seq_lens_R[decode],
-        total_decode_len=sum(decode_lens),
-        max_decode_len=max(decode_lens, default=0),
-        prefill_table_RM=metadata.block_table_RM[prefill],
-        prefill_seq_lens_R=metadata.seq_lens_R[prefill],
-        prefill_start_R1=metadata.query_start_R1[metadata.num_decode_rows : metadata.num_rows + 1],
-    )
 
 
 def _write(
