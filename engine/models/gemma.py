@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from blockferry.engine.errors import ConfigError
 from blockferry.engine.kv.model_config import ModelConfig
@@ -34,11 +33,13 @@ from blockferry.engine.models.blocks import (
 from blockferry.engine.models.config import RopeConfig, rope_config
 from blockferry.engine.models.decoder import Build, Decoder, Ends
 from blockferry.engine.models.layers import Linear, rope_table
+from blockferry.engine.models.moe import gated_gelu_tanh
 from blockferry.engine.models.step import Step
 
 _NORMS = ("input_layernorm", "pre_feedforward_layernorm")
 _POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 _LOCAL_THETA = 10000.0
+_HEAD_DIM = 256
 
 
 def build_gemma(build: Build) -> Decoder:
@@ -54,20 +55,33 @@ def build_gemma(build: Build) -> Decoder:
             "config.json", "use_bidirectional_attention is not supported; use a checkpoint that attends causally"
         )
     soft_cap = config.find_number("final_logit_softcapping", above=0.0)
-    layers = [_layer(build, number) for number in build.layer_numbers]
+    is_local = {number: _is_local(build, number) for number in build.layer_numbers}
+    tables = {kind: _cos_sin(build, is_local=kind) for kind in set(is_local.values())}
+    layers = [_layer(build, number, tables[is_local[number]]) for number in build.layer_numbers]
     # transformers rounds the factor to the weights' dtype
     scale = torch.tensor(build.header.hidden_size**0.5, dtype=build.weights.placement.dtype).item()
     return Decoder(build, layers, ends=Ends(embedding_scale=scale, norm_offset=1.0, logit_soft_cap=soft_cap))
 
 
-def _layer(build: Build, number: int) -> SandwichLayer:
+def _is_local(build: Build, number: int) -> bool:
+    """Whether a layer rotates by the frequencies of layers with a window, which Gemma 2 has not apart."""
+    return build.header.architecture.startswith("Gemma3") and build.rule(number, scale=1.0).window is not None
+
+
+def _cos_sin(build: Build, *, is_local: bool) -> torch.Tensor:
+    placement = build.weights.placement
+    rope = _rope_of(build.header.values, build.header.max_positions, is_local=is_local)
+    head_dim = build.config.integer("head_dim", default=_HEAD_DIM)
+    return rope_table(rope, head_dim=head_dim, max_len=placement.max_model_len).to(placement.device)
+
+
+def _layer(build: Build, number: int, cos_sin: torch.Tensor) -> SandwichLayer:
     config, prefix = build.config, f"model.layers.{number}."
     is_gemma3 = build.header.architecture.startswith("Gemma3")
-    head_dim = config.integer("head_dim", default=256)
     shape = AttentionShape(
         num_heads=config.integer("num_attention_heads"),
         num_kv_heads=config.integer("num_key_value_heads"),
-        head_dim=head_dim,
+        head_dim=config.integer("head_dim", default=_HEAD_DIM),
     )
     has_bias = config.flag("attention_bias", default=False)
     options = AttentionOptions(
@@ -80,26 +94,17 @@ def _layer(build: Build, number: int) -> SandwichLayer:
         build.rule(number, scale=config.number("query_pre_attn_scalar", default=256.0, above=0.0) ** -0.5),
         soft_cap=config.find_number("attn_logit_softcapping", above=0.0),
     )
-    placement = build.weights.placement
-    rope = _rope_of(build.header.values, build.header.max_positions, is_local=is_gemma3 and rule.window is not None)
-    cos_sin = rope_table(rope, head_dim=head_dim, max_len=placement.max_model_len).to(placement.device)
     return SandwichLayer(
         build,
         SelfAttention(
             build, number, read_attention(build, f"{prefix}self_attn.", shape, options), rule, cos_sin=cos_sin
         ),
-        GatedMlp(build, f"{prefix}mlp.", config.integer("intermediate_size"), activate=gelu_and_mul),
+        GatedMlp(build, f"{prefix}mlp.", config.integer("intermediate_size"), activate=gated_gelu_tanh),
         norms=(
             *layer_norms(build, number, names=_NORMS, offset=1.0),
             *layer_norms(build, number, names=_POST_NORMS, offset=1.0),
         ),
     )
-
-
-def gelu_and_mul(x_T2F: torch.Tensor) -> torch.Tensor:
-    """Gelu (its tanh form) of the first half times the second: [T, F]."""
-    gate_TF, up_TF = x_T2F.chunk(2, dim=-1)
-    return functional.gelu(gate_TF, approximate="tanh") * up_TF
 
 
 def _rope_of(values: Mapping[str, Any], max_positions: int, *, is_local: bool) -> RopeConfig:

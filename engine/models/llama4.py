@@ -45,9 +45,11 @@ def build_llama4(build: Build) -> Decoder:
         num_kv_heads=config.integer("num_key_value_heads", default=config.integer("num_attention_heads")),
         head_dim=config.integer("head_dim", default=header.hidden_size // config.integer("num_attention_heads")),
     )
+    rope, placement = rope_config(header.values, header.max_positions, theta=_THETA), build.weights.placement
+    cos_sin = rope_table(rope, head_dim=shape.head_dim, max_len=placement.max_model_len).to(placement.device)
     layers = []
     for number in build.layer_numbers:
-        attention = Llama4Attention(build, number, shape, is_rotated=number in rotated)
+        attention = Llama4Attention(build, number, shape, cos_sin=cos_sin if number in rotated else None)
         feed_forward = _feed_forward(build, number, is_sparse=number in sparse)
         layers.append(PreNormLayer(build, attention, feed_forward, norms=layer_norms(build, number)))
     return Decoder(build, layers)
@@ -68,23 +70,21 @@ class Temperature:
 class Llama4Attention:
     """The Mixer of one layer."""
 
-    def __init__(self, build: Build, layer: int, shape: AttentionShape, *, is_rotated: bool) -> None:
+    def __init__(self, build: Build, layer: int, shape: AttentionShape, *, cos_sin: torch.Tensor | None) -> None:
+        """cos_sin is layers.rope_table's; None: the layer knows no positions."""
         placement = build.weights.placement
         has_bias = build.config.flag("attention_bias", default=False)
-        options = AttentionOptions(has_qkv_bias=has_bias, has_out_bias=has_bias, rotates_neighbours=is_rotated)
+        options = AttentionOptions(has_qkv_bias=has_bias, has_out_bias=has_bias, rotates_neighbours=cos_sin is not None)
         self._parts: AttentionParts = read_attention(build, f"model.layers.{layer}.self_attn.", shape, options)
         self._layer = layer
         self._rule: AttentionRule = build.rule(layer, scale=shape.head_dim**-0.5)
         self._ops = build.ops
         self._eps = build.header.norm_eps
         self._reduce = build.communicator.all_reduce
-        self._cos_sin: torch.Tensor | None = None
+        self._cos_sin = cos_sin
         self._unit_D: torch.Tensor | None = None
         self._temperature: Temperature | None = None
-        if is_rotated:
-            rope = rope_config(build.header.values, build.header.max_positions, theta=_THETA)
-            table = rope_table(rope, head_dim=shape.head_dim, max_len=placement.max_model_len)
-            self._cos_sin = table.to(placement.device)
+        if cos_sin is not None:
             if build.config.flag("use_qk_norm", default=True):
                 self._unit_D = torch.ones(shape.head_dim, dtype=placement.dtype, device=placement.device)
         elif build.config.flag("attn_temperature_tuning", default=True):
