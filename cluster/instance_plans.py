@@ -28,7 +28,7 @@ def plan_of(model: ModelConfig, header: ModelHeader, instance: InstanceConfig, *
     request = InstanceRequest(
         dtype=model.dtype.value,
         max_model_len=model.max_model_len,
-        max_in_flight_tokens=max_in_flight_tokens(instance),
+        max_in_flight_tokens=instance.scheduler.max_in_flight_tokens,
         memory_bytes=cache.memory_bytes,
         num_blocks=cache.num_blocks,
         block_size=cache.block_size,
@@ -42,8 +42,3 @@ def plan_of(model: ModelConfig, header: ModelHeader, instance: InstanceConfig, *
         return plan_instance(header.values, request)
     except ConfigError as error:
         raise ConfigError(_PLACES.get(error.path, "{}").format(where), error.reason) from None
-
-
-def max_in_flight_tokens(instance: InstanceConfig) -> int:
-    """Most tokens of one sequence that are scheduled and not settled."""
-    return instance.scheduler.max_num_batched_tokens * instance.scheduler.num_steps_in_flight

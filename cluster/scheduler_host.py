@@ -105,7 +105,7 @@ def _instance(settings: InstanceSettings, max_model_len: int) -> Instance:
         options=LedgerOptions(
             enable_caching=settings.cache.enable_prefix_caching,
             watermark=settings.cache.watermark,
-            max_in_flight_tokens=settings.scheduler.max_num_batched_tokens * settings.scheduler.num_steps_in_flight,
+            max_in_flight_tokens=settings.scheduler.max_in_flight_tokens,
             max_num_encoder_tokens=settings.max_num_encoder_tokens,
         ),
     )

@@ -76,6 +76,11 @@ class SchedulerConfig:
     num_steps_in_flight: int = 2  # 1: plan a step only after the last one's result
     policy: str = "fcfs"  # or "priority"
 
+    @property
+    def max_in_flight_tokens(self) -> int:
+        """Most tokens of one sequence that are scheduled and not settled."""
+        return self.max_num_batched_tokens * self.num_steps_in_flight
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceConfig:

@@ -15,7 +15,7 @@ from support.tiny_families import FAMILIES
 from blockferry.cluster import cli, cli_output
 from blockferry.cluster.check import Level, check_deployment
 from blockferry.cluster.deployment import load_deployment
-from blockferry.cluster.instance_plans import max_in_flight_tokens, plan_of
+from blockferry.cluster.instance_plans import plan_of
 from blockferry.cluster.plan_facts import PlanFacts, facts_of_instance
 from blockferry.cluster.scheduler_host import InstanceSettings, SchedulerSettings
 from blockferry.cluster.shipped import shipped_models
@@ -84,7 +84,7 @@ def write(folder: Path, name: str, *, dtype: str = "float32", **instance: Any) -
 def planned(file: Path) -> InstancePlan:
     deployment = load_deployment(file)
     instance = deployment.config.instances[0]
-    assert max_in_flight_tokens(instance) == 128
+    assert instance.scheduler.max_in_flight_tokens == 128
     return plan_of(deployment.config.model, deployment.header, instance, where="instances[0]")
 
 
