@@ -16,17 +16,12 @@ pytestmark = pytest.mark.slow
 LOCAL = {SpecKind.SLIDING_WINDOW, SpecKind.CHUNKED_LOCAL, SpecKind.MAMBA}
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp() / "tiny_families"
-
-
 @pytest.mark.parametrize("planner", [Planner.UNIFORM, Planner.SLAB])
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_are_the_same_after_only_some_groups_were_evicted(
-    name: str, planner: Planner, folder: Path, record_cell: RecordCell
+    name: str, planner: Planner, families_folder: Path, record_cell: RecordCell
 ) -> None:
-    path = build(FAMILIES[name], folder)
+    path = build(FAMILIES[name], families_folder)
     options = EngineOptions(max_model_len=128, planner=planner)
     engine = LocalEngine(path, options, start_worker(path, options))
     groups = engine.plan.ledger.groups

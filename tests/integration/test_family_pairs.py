@@ -23,17 +23,12 @@ FACTORS = {
 ROWS = cover(FACTORS)
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp() / "tiny_families"
-
-
 @pytest.mark.parametrize("row", ROWS, ids=["-".join(map(str, row.values())) for row in ROWS])
 def test_a_handed_over_sequence_continues_with_the_same_tokens(
-    row: dict[str, object], folder: Path, record_cell: RecordCell
+    row: dict[str, object], families_folder: Path, record_cell: RecordCell
 ) -> None:
     name, mode = str(row["family"]), TransferMode(str(row["mode"]))
-    path = build(FAMILIES[name], folder)
+    path = build(FAMILIES[name], families_folder)
     options = EngineOptions(
         max_model_len=128,
         max_num_batched_tokens=row["chunk"],  # type: ignore[arg-type]  # an int by FACTORS

@@ -15,11 +15,6 @@ from support.tiny_families import FAMILIES, build
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp() / "tiny_families"
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Which combinations are possible is the planners' to say."""
     strength = 3 if metafunc.function is test_every_triple_of_choices_gives_the_same_tokens else 2
@@ -30,9 +25,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", made, ids=[case.name for case in made])
 
 
-def check(case: ParityCase, folder: Path, record_cell: RecordCell) -> None:
+def check(case: ParityCase, families_folder: Path, record_cell: RecordCell) -> None:
     """Cold, then warm; every block is free again afterwards."""
-    path = build(FAMILIES[case.family], folder)
+    path = build(FAMILIES[case.family], families_folder)
     options = preempting_pool(case.options, path) if case.preempts else case.options
     engine = LocalEngine(path, options, start_worker(path, options))
 
@@ -60,10 +55,14 @@ def features(case: ParityCase, engine: LocalEngine) -> Iterator[str]:
         yield f"{case.options.planner} plan"
 
 
-def test_every_pair_of_choices_gives_the_same_tokens(case: ParityCase, folder: Path, record_cell: RecordCell) -> None:
-    check(case, folder, record_cell)
+def test_every_pair_of_choices_gives_the_same_tokens(
+    case: ParityCase, families_folder: Path, record_cell: RecordCell
+) -> None:
+    check(case, families_folder, record_cell)
 
 
 @pytest.mark.full
-def test_every_triple_of_choices_gives_the_same_tokens(case: ParityCase, folder: Path, record_cell: RecordCell) -> None:
-    check(case, folder, record_cell)
+def test_every_triple_of_choices_gives_the_same_tokens(
+    case: ParityCase, families_folder: Path, record_cell: RecordCell
+) -> None:
+    check(case, families_folder, record_cell)

@@ -16,16 +16,11 @@ from support.tiny_families import FAMILIES, build
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp() / "tiny_families"
-
-
-def check_all_families(folder: Path, meeting_point: Path, options: EngineOptions) -> None:
+def check_all_families(families_folder: Path, meeting_point: Path, options: EngineOptions) -> None:
     """The ranks are started once: most of the time is theirs to import torch."""
     cases, answers = [], []
     for name in NAMES:
-        path = build(FAMILIES[name], folder)
+        path = build(FAMILIES[name], families_folder)
         own = preempting_pool(options, path)
         engine = LocalEngine(path, own, OracleExecutor(GROWING.sequences(path) + WORKLOAD.sequences(path)))
         for workload in (GROWING, WORKLOAD, WORKLOAD):
@@ -41,22 +36,24 @@ def check_all_families(folder: Path, meeting_point: Path, options: EngineOptions
 
 
 def test_two_tensor_parallel_ranks_sample_the_same_tokens(
-    folder: Path, tmp_path: Path, record_cell: RecordCell
+    families_folder: Path, tmp_path: Path, record_cell: RecordCell
 ) -> None:
-    check_all_families(folder, tmp_path / "meet", options_of(tp_size=2))
+    check_all_families(families_folder, tmp_path / "meet", options_of(tp_size=2))
     for name in NAMES:
         record_cell(name, "TP 2")
 
 
-def test_two_pipeline_stages_sample_the_same_tokens(folder: Path, tmp_path: Path, record_cell: RecordCell) -> None:
-    check_all_families(folder, tmp_path / "meet", options_of(pp_size=2))
+def test_two_pipeline_stages_sample_the_same_tokens(
+    families_folder: Path, tmp_path: Path, record_cell: RecordCell
+) -> None:
+    check_all_families(families_folder, tmp_path / "meet", options_of(pp_size=2))
     for name in NAMES:
         record_cell(name, "PP 2")
 
 
 @pytest.mark.full
-def test_two_stages_of_two_ranks_sample_the_same_tokens(folder: Path, tmp_path: Path) -> None:
-    check_all_families(folder, tmp_path / "meet", options_of(tp_size=2, pp_size=2))
+def test_two_stages_of_two_ranks_sample_the_same_tokens(families_folder: Path, tmp_path: Path) -> None:
+    check_all_families(families_folder, tmp_path / "meet", options_of(tp_size=2, pp_size=2))
 
 
 def options_of(**shape: int) -> EngineOptions:

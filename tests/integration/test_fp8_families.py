@@ -27,11 +27,6 @@ RECURRENT = [name for name in NAMES if FAMILIES[name].has_state]
 FP8 = EngineOptions(cache_dtype=CacheDType.FP8, max_model_len=128, max_num_batched_tokens=64)
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp() / "tiny_families"
-
-
 @functools.cache
 def tokens_of(path: Path) -> list[list[int]]:
     """Cold, of prompts that arrive together."""
@@ -39,8 +34,8 @@ def tokens_of(path: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", ATTENTIVE)
-def test_fp8_tokens_do_not_depend_on_hits_chunks_or_the_batch(family: str, folder: Path) -> None:
-    path = build(FAMILIES[family], folder)
+def test_fp8_tokens_do_not_depend_on_hits_chunks_or_the_batch(family: str, families_folder: Path) -> None:
+    path = build(FAMILIES[family], families_folder)
     options = dataclasses.replace(FP8, max_num_batched_tokens=17)
     engine = LocalEngine(path, options, start_worker(path, options))
     alone = [engine.generate([prompt], WORKLOAD.num_output)[0] for prompt in WORKLOAD.prompts]
@@ -50,16 +45,16 @@ def test_fp8_tokens_do_not_depend_on_hits_chunks_or_the_batch(family: str, folde
 
 
 @pytest.mark.parametrize("family", ATTENTIVE)
-def test_fp8_tokens_survive_preemption(family: str, folder: Path) -> None:
-    path = build(FAMILIES[family], folder)
+def test_fp8_tokens_survive_preemption(family: str, families_folder: Path) -> None:
+    path = build(FAMILIES[family], families_folder)
     options = preempting_pool(FP8, path)
     engine = LocalEngine(path, options, start_worker(path, options))
     assert engine.generate(WORKLOAD.prompts, WORKLOAD.num_output) == tokens_of(path)
 
 
 @pytest.mark.parametrize("family", RECURRENT)
-def test_fp8_logits_of_recurrent_families_do_not_depend_on_chunks(family: str, folder: Path) -> None:
-    path = build(FAMILIES[family], folder)
+def test_fp8_logits_of_recurrent_families_do_not_depend_on_chunks(family: str, families_folder: Path) -> None:
+    path = build(FAMILIES[family], families_folder)
     whole_SV, chunked_SV = (
         _first_logits(path, dataclasses.replace(FP8, max_num_batched_tokens=chunk)) for chunk in (64, 17)
     )
@@ -67,8 +62,8 @@ def test_fp8_logits_of_recurrent_families_do_not_depend_on_chunks(family: str, f
 
 
 @pytest.mark.parametrize("family", NAMES)
-def test_fp8_blocks_are_ferried_as_they_are(family: str, folder: Path) -> None:
-    path = build(FAMILIES[family], folder)
+def test_fp8_blocks_are_ferried_as_they_are(family: str, families_folder: Path) -> None:
+    path = build(FAMILIES[family], families_folder)
     pair = LocalPair(path, FP8, mode=TransferMode.PULL)
     try:
         ferried = pair.generate(WORKLOAD.prompts, WORKLOAD.num_output)
@@ -80,8 +75,8 @@ def test_fp8_blocks_are_ferried_as_they_are(family: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("family", NAMES)
-def test_fp8_logits_stay_close_to_those_of_a_whole_cache(family: str, folder: Path) -> None:
-    path = build(FAMILIES[family], folder)
+def test_fp8_logits_stay_close_to_those_of_a_whole_cache(family: str, families_folder: Path) -> None:
+    path = build(FAMILIES[family], families_folder)
     whole = dataclasses.replace(FP8, cache_dtype=CacheDType.AUTO)
     fp8_SV, whole_SV = (_first_logits(path, options) for options in (FP8, whole))
     errors_S = (fp8_SV - whole_SV).norm(dim=1) / whole_SV.norm(dim=1)
@@ -90,11 +85,11 @@ def test_fp8_logits_stay_close_to_those_of_a_whole_cache(family: str, folder: Pa
 
 
 @pytest.mark.parametrize("shape", [{"tp_size": 2}, {"pp_size": 2}])
-def test_fp8_tokens_are_the_same_on_several_ranks(shape: dict[str, int], folder: Path, tmp_path: Path) -> None:
+def test_fp8_tokens_are_the_same_on_several_ranks(shape: dict[str, int], families_folder: Path, tmp_path: Path) -> None:
     options = dataclasses.replace(FP8, **shape)
     cases, answers = [], []
     for family in ("llama", "gemma2", "deepseek_v3"):
-        path = build(FAMILIES[family], folder)
+        path = build(FAMILIES[family], families_folder)
         sequences = [[*prompt, *output] for prompt, output in zip(WORKLOAD.prompts, tokens_of(path), strict=True)]
         engine = LocalEngine(path, options, OracleExecutor(sequences))
         engine.generate(WORKLOAD.prompts, WORKLOAD.num_output)
