@@ -36,12 +36,6 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 """Gates and ups [M, G] -> [M, F]."""
 
 
-def gated_silu(gate_up_MG: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up (Qwen, DeepSeek, Jamba, Llama 4)."""
-    gate_MF, up_MF = gate_up_MG.chunk(2, dim=-1)
-    return functional.silu(gate_MF) * up_MF
-
-
 def gated_gelu_tanh(gate_up_MG: torch.Tensor) -> torch.Tensor:
     """gelu(gate) * up with the tanh approximation (the Gemma family)."""
     gate_MF, up_MF = gate_up_MG.chunk(2, dim=-1)

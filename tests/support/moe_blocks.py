@@ -27,7 +27,6 @@ from blockferry.engine.models.moe import (
     SparseMlp,
     SparseParts,
     Weighting,
-    gated_silu,
     read_routed_experts,
 )
 from blockferry.engine.models.moe_weights import ExpertNames, ExpertShapes, StackedLayout
@@ -93,7 +92,7 @@ class MoeFamily:
     shared: str | None = None
     stacked: StackedLayout = StackedLayout.ROWS
     has_bias: bool = False
-    activation: Activation = gated_silu
+    activation: Activation = TorchOps().silu_and_mul
     weighting: Weighting = Weighting.OUTPUT
     route: Callable[..., Any] = softmax_top_k_normalised
     num_chosen: int = NUM_CHOSEN

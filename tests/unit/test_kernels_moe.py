@@ -5,8 +5,9 @@ import torch
 from support.paged import DEVICE
 
 from blockferry.engine.models.expert_ops import TorchExpertOps
-from blockferry.engine.models.moe import Experts, Weighting, gated_silu
+from blockferry.engine.models.moe import Experts, Weighting
 from blockferry.engine.models.moe_weights import ExpertWeights
+from blockferry.engine.models.ops import TorchOps
 from blockferry.engine.models.routing import softmax_top_k_normalised
 from blockferry.engine.models.sharding import Span
 from blockferry.engine.models.triton_expert_ops import TritonExpertOps, choose
@@ -124,7 +125,7 @@ def test_experts_compute_with_kernels_what_they_compute_with_torch(experts, weig
     )
     x_TE, logits_TX = _randn(13, 32), _randn(13, 6, seed=5)
     actual, expected = (
-        Experts(weights, ops=ops, activation=gated_silu, weighting=weighting)(x_TE, routing)
+        Experts(weights, ops=ops, activation=TorchOps().silu_and_mul, weighting=weighting)(x_TE, routing)
         for ops, routing in (
             (TritonExpertOps(), choose(logits_TX, 2, Normalisation.OF_CHOSEN)),
             (TorchExpertOps(), softmax_top_k_normalised(logits_TX, num_chosen=2)),

@@ -16,7 +16,7 @@ from support.moe_blocks import (
 from blockferry.engine.errors import ModelLoadError
 from blockferry.engine.models.expert_ops import TorchExpertOps, group_by_expert
 from blockferry.engine.models.loader import Checkpoint
-from blockferry.engine.models.moe import ClampedSwiglu, Experts, gated_gelu_tanh, gated_silu
+from blockferry.engine.models.moe import ClampedSwiglu, Experts, gated_gelu_tanh
 from blockferry.engine.models.moe_weights import (
     ExpertNames,
     ExpertShapes,
@@ -24,6 +24,7 @@ from blockferry.engine.models.moe_weights import (
     StackedLayout,
     read_experts,
 )
+from blockferry.engine.models.ops import TorchOps
 from blockferry.engine.models.routing import Routing
 from blockferry.engine.models.sharding import RankPlace, Span, split_evenly
 
@@ -65,7 +66,7 @@ def test_infinite_token_leaves_the_others_alone(case):
 
 def test_rank_none_of_whose_experts_is_chosen_adds_nothing():
     weights = random_weights(Span(start=4, stop=NUM_EXPERTS))
-    experts = Experts(weights, ops=TorchExpertOps(), activation=gated_silu)
+    experts = Experts(weights, ops=TorchExpertOps(), activation=TorchOps().silu_and_mul)
     routing = Routing(expert_ids_TK=torch.tensor([[0, 1], [3, 2]]), weights_TK=torch.ones(2, 2))
     assert experts(hidden(2), routing).count_nonzero() == 0
 
@@ -76,7 +77,7 @@ def test_no_tokens_give_no_rows(case):
 
 def test_result_keeps_the_dtype_of_its_input():
     experts = Experts(
-        random_weights(Span(start=0, stop=8), torch.bfloat16), ops=TorchExpertOps(), activation=gated_silu
+        random_weights(Span(start=0, stop=8), torch.bfloat16), ops=TorchExpertOps(), activation=TorchOps().silu_and_mul
     )
     routing = Routing(expert_ids_TK=torch.tensor([[0, 7]]), weights_TK=torch.ones(1, 2))
     assert experts(hidden(1).bfloat16(), routing).dtype is torch.bfloat16
