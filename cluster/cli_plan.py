@@ -76,7 +76,6 @@ def plan_command(  # noqa: PLR0913, PLR0917 - one parameter per option
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw who gets which bytes.")] = None,
 ) -> None:
     """Show how a model's KV cache would be laid out: groups, pages, waste, and what fits."""
-    logging.getLogger("blockferry.engine.kv").setLevel(logging.ERROR)  # what a plan costs is in its report
     question = PlanQuestion(
         memory_bytes=_memory_bytes(memory),
         layers=LayerOptions(cache_dtype=kv_dtype, tp_size=tp, num_speculative_tokens=speculative_tokens),
@@ -87,7 +86,7 @@ def plan_command(  # noqa: PLR0913, PLR0917 - one parameter per option
         pp_size=pp,
     )
     planners = (Planner.UNIFORM, Planner.SLAB) if planner is None else (planner,)
-    with _naming(model):
+    with _naming(model), _quiet_planners():
         config = read_model_config(model)
         config = config if dtype is None else in_dtype(config, dtype)
         plans = plan_model(config, question, tuple(Planner) if is_comparison else planners)
@@ -105,6 +104,18 @@ def plan_command(  # noqa: PLR0913, PLR0917 - one parameter per option
         cli_output.print_json(_document(plans, chosen) if is_comparison else document_of(shown[0]))
         return
     _print_plans(shown, chosen, question)
+
+
+@contextlib.contextmanager
+def _quiet_planners() -> Iterator[None]:
+    """Keep planners' warnings to themselves: what a plan costs is in its report."""
+    logger = logging.getLogger("blockferry.engine.kv")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 @contextlib.contextmanager

@@ -54,9 +54,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     yield run_main
     for number, handler in before.items():
         signal.signal(number, handler)
-    logging.getLogger("blockferry.engine.kv").setLevel(
-        logging.NOTSET
-    )  # the command has one run to quieten, not a suite
+    assert logging.getLogger("blockferry.engine.kv").level == logging.NOTSET  # the command quietens itself alone
 
 
 @pytest.fixture

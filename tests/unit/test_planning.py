@@ -121,13 +121,9 @@ def test_a_padded_page_grows_with_its_padding() -> None:
 
 
 def test_latent_pages_are_never_padded_so_that_local_layers_are_kept_whole(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     wide = attention(WindowReach(window=64), heads=3)
-    for name in ("blockferry", "blockferry.engine.kv.plan_groups"):  # libraries of other tests may have muted them
-        monkeypatch.setattr(logging.getLogger(name), "disabled", False)
-        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
-    caplog.set_level(logging.WARNING, "blockferry")
     with caplog.at_level(logging.WARNING):
         plan = plan_uniform(request(LATENT, wide))
     whole = dataclasses.replace(wide, reach=FullReach(computes_window=64))
