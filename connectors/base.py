@@ -132,7 +132,7 @@ class PoolEndpoint:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TransferPart:
-    """What of one cache group a transfer moves.
+    """What a transfer moves of the layers that are in src_group of the source and in dst_group of the destination.
 
     `num_tokens` tokens, counted along the blocks of either side: from first_token (an offset into src_block_ids[0])
     on in the source, from dst_first_token (into dst_block_ids[0]) on in the destination. Block sizes may differ;
@@ -140,7 +140,8 @@ class TransferPart:
     destination block after num_tokens may be overwritten. A state is one token, and so is its block.
     """
 
-    group: int
+    src_group: int
+    dst_group: int  # planners need not group layers alike on both sides
     src_block_ids: Int32Array
     dst_block_ids: Int32Array
     num_tokens: int
@@ -156,7 +157,7 @@ class TransferCommand:
     mode: TransferMode
     src_instance_id: str
     dst_instance_id: str
-    parts: tuple[TransferPart, ...]  # at most one per group; a group without one has nothing to move
+    parts: tuple[TransferPart, ...]  # at most one per pair of groups; one without has nothing to move
     deadline_s: float  # seconds from receipt after which the rank gives up
 
     @property

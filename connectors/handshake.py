@@ -1,8 +1,8 @@
 """The handshake: what a rank tells its peers about its pool, and the refusal of pools that do not fit.
 
 Owns the bytes of a PoolEndpoint (msgpack with a version) and the rules of compatibility. Opens no connection.
-Block size, layout order, TP and PP may differ between two pools; what would change the meaning of bytes may not, nor
-may the cache groups that layers are in. States are moved between ranks of equal tensor-parallel place only.
+Block size, layout order, TP, PP and the cache groups that layers are in may differ between two pools; what would change
+the meaning of bytes may not. States are moved between ranks of equal tensor-parallel place only.
 """
 
 from __future__ import annotations
@@ -97,7 +97,6 @@ def local_host_id() -> str:
 class _Cell(NamedTuple):
     """What some rank of an instance must store."""
 
-    group: int
     layer_id: int
     head: int
 
@@ -120,9 +119,6 @@ class _Difference:
 
 def _check_layouts(difference: _Difference, mine: PoolLayout, theirs: PoolLayout) -> None:
     """Raises HandshakeRefused unless the layers that both store mean the same."""
-    if mine.group != theirs.group:
-        remedy = "plan both instances with the same cache groups (same planner, same layers)"
-        difference.refuse("group", mine.group, theirs.group, remedy=remedy)
     _check_equal(difference, {"content": (str(mine.content), str(theirs.content))})
     if mine.content is ContentKind.STATE and mine.tp_size != theirs.tp_size:
         remedy = "recurrent states are sharded by tensor parallelism; use one tensor_parallel on both sides"
@@ -143,9 +139,7 @@ def _scales(layout: PoolLayout) -> dict[_Cell, tuple[float, float]]:
     """K's and V's scale of every layer and head; empty where nothing is scaled."""
     values = zip(struct.iter_unpack("<2f", layout.scales), strict=False)
     cells = (
-        _Cell(layout.group, layer_id, layout.head_start + head)
-        for layer_id in layout.layer_ids
-        for head in range(layout.num_heads)
+        _Cell(layer_id, layout.head_start + head) for layer_id in layout.layer_ids for head in range(layout.num_heads)
     )
     return {cell: (k_scale, v_scale) for cell, ((k_scale, v_scale),) in zip(cells, values, strict=False)}
 
@@ -160,7 +154,7 @@ def _check_equal(difference: _Difference, values: Mapping[str, tuple[object, obj
 def _cells(endpoint: PoolEndpoint) -> set[_Cell]:
     """What a rank stores."""
     return {
-        _Cell(layout.group, layer_id, head)
+        _Cell(layer_id, head)
         for layout in endpoint.layouts
         for layer_id in layout.layer_ids
         for head in range(layout.head_start, layout.head_start + layout.num_heads)

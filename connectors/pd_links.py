@@ -65,7 +65,7 @@ class Link:
 
 
 class LayoutPair(NamedTuple):
-    """Two layouts, of this rank and of a peer, that both store something of one group."""
+    """Two layouts, of this rank and of a peer, that both store some layer."""
 
     own: PoolLayout
     peer: PoolLayout
@@ -106,8 +106,8 @@ def make_batches(command: TransferCommand, pairs: Sequence[LayoutPair], *, batch
     found = []
     for part in command.parts:
         for own, peer in pairs:
-            if own.group == part.group:
-                src, dst = (own, peer) if is_push else (peer, own)
+            src, dst = (own, peer) if is_push else (peer, own)
+            if src.group == part.src_group and dst.group == part.dst_group:
                 found.append(intersect_runs(src, dst, _in_whole_blocks(part, src, dst)))
     runs = split_runs(merge_runs(found), batch_bytes)
     local, remote = (runs.src_offsets, runs.dst_offsets) if is_push else (runs.dst_offsets, runs.src_offsets)

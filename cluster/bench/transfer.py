@@ -158,7 +158,9 @@ class _Bench:
 
     def _part(self, blocks: _Blocks) -> TransferPart:
         num_tokens = len(blocks.src) * self._layout.block_size
-        return TransferPart(group=0, src_block_ids=blocks.src, dst_block_ids=blocks.dst, num_tokens=num_tokens)
+        return TransferPart(
+            src_group=0, dst_group=0, src_block_ids=blocks.src, dst_block_ids=blocks.dst, num_tokens=num_tokens
+        )
 
     def _ceiling(self, case: Case, blocks: _Blocks) -> float:
         """GiB/s of the same runs without a transport."""

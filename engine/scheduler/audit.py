@@ -64,13 +64,13 @@ def _check_transfer(handoff: Handoff) -> None:
     is_fenced = target.retired_step < handoff.fence_step
     _require(not is_fenced, target, f"a transfer runs before step {handoff.fence_step} retired", handoff.ticket.handle)
     for part in handoff.parts:
-        for instance, row, block_ids in (
-            (source, handoff.source_row, part.src_block_ids),
-            (target, handoff.target_row, part.dst_block_ids),
+        for instance, row, group, block_ids in (
+            (source, handoff.source_row, part.src_group, part.src_block_ids),
+            (target, handoff.target_row, part.dst_group, part.dst_block_ids),
         ):
-            lost = np.setdiff1d(block_ids, instance.kv.block_ids(row, part.group)).tolist()
-            _require(not lost, instance, f"row {row} gave blocks of group {part.group} back that are ferried", lost)
-            _require(NULL_BLOCK_ID not in block_ids, instance, f"row {row} ferries null blocks of group", part.group)
+            lost = np.setdiff1d(block_ids, instance.kv.block_ids(row, group)).tolist()
+            _require(not lost, instance, f"row {row} gave blocks of group {group} back that are ferried", lost)
+            _require(NULL_BLOCK_ID not in block_ids, instance, f"row {row} ferries null blocks of group", group)
 
 
 def _check_row(instance: Instance, row: int, samples: Int64Array) -> None:

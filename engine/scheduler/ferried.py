@@ -1,6 +1,8 @@
 """What of a prompt's cache travels in a hand-off: per cache group the blocks that the decode side took for it.
 
-Reads the tables of both sides; takes and changes nothing. Knows block sizes and reach, never bytes.
+Reads the tables of both sides; takes and changes nothing. Knows block sizes and reach, never bytes. Sides that are
+planned for other shapes may group the same layers otherwise: a group of D is filled from all groups of P that its
+layers are in.
 
     attention, columns of D   | null: out of reach | hit: D has them | taken for what comes |
                                                                      ^ first column        ^ prompt's end
@@ -14,6 +16,7 @@ rings are not ferried.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,7 +25,7 @@ from blockferry.engine.errors import ConfigError
 from blockferry.engine.kv.block_pool import NULL_BLOCK_ID
 from blockferry.engine.kv.groups import rule_of
 from blockferry.engine.kv.reach import FullReach, SpecKind
-from blockferry.engine.kv.spec import AttentionSpec, KVCacheGroup, one_layer
+from blockferry.engine.kv.spec import AttentionSpec, KVCacheGroup, LayerSpec, one_layer
 from blockferry.engine.request import Int32Array
 from blockferry.engine.scheduler.handoff import Handoff
 from blockferry.engine.scheduler.instance import Instance
@@ -36,52 +39,72 @@ def ferried_parts(handoff: Handoff) -> tuple[TransferPart, ...]:
     return tuple(_parts(handoff))
 
 
+class _Groups(NamedTuple):
+    """A group of each side that have layers in common."""
+
+    src: int
+    dst: int
+
+
 def _parts(handoff: Handoff) -> Iterator[TransferPart]:
-    for number, group in enumerate(handoff.target.kv.config.groups):
-        part: TransferPart | None = None
-        if group.spec.kind is SpecKind.CROSS_ATTENTION:
-            part = _encoder_part(handoff, number)
-        elif group.spec.kind is SpecKind.MAMBA:
-            part = _state_part(handoff, number)
-        elif rule_of(group.spec) is not None:
-            part = _attention_part(handoff, number)
-        if part is not None:
-            yield part
+    sources, targets = handoff.source.kv.config.groups, handoff.target.kv.config.groups
+    source_of = {layer_id: number for number, group in enumerate(sources) for layer_id in group.layer_ids}
+    for number, group in enumerate(targets):
+        for source in sorted({source_of[layer_id] for layer_id in group.layer_ids}):
+            part = _part(handoff, _Groups(source, number), group)
+            if part is not None:
+                yield part
 
 
-def _encoder_part(handoff: Handoff, group: int) -> TransferPart:
+def _part(handoff: Handoff, groups: _Groups, target: KVCacheGroup) -> TransferPart | None:
+    if target.spec.kind is SpecKind.CROSS_ATTENTION:
+        return _encoder_part(handoff, groups)
+    if target.spec.kind is SpecKind.MAMBA:
+        return _state_part(handoff, groups)
+    return None if rule_of(target.spec) is None else _attention_part(handoff, groups)
+
+
+def _encoder_part(handoff: Handoff, groups: _Groups) -> TransferPart:
     """Keys and values of the encoder's whole input, which no hit ever spares."""
     return TransferPart(
-        group=group,
-        src_block_ids=handoff.source.kv.block_ids(handoff.source_row, group),
-        dst_block_ids=handoff.target.kv.block_ids(handoff.target_row, group),
+        src_group=groups.src,
+        dst_group=groups.dst,
+        src_block_ids=handoff.source.kv.block_ids(handoff.source_row, groups.src),
+        dst_block_ids=handoff.target.kv.block_ids(handoff.target_row, groups.dst),
         num_tokens=handoff.ticket.num_encoder_tokens,
     )
 
 
-def _state_part(handoff: Handoff, group: int) -> TransferPart:
+def _state_part(handoff: Handoff, groups: _Groups) -> TransferPart:
     """The state after the prompt's last token, wherever either side keeps it."""
-    src_block_ids = _prompt_blocks(handoff.source, handoff.source_row, group)[-1:]
-    dst_block_ids = _prompt_blocks(handoff.target, handoff.target_row, group)[-1:]
-    assert src_block_ids[0] != NULL_BLOCK_ID, (handoff.ticket.handle, group)
-    assert dst_block_ids[0] != NULL_BLOCK_ID, (handoff.ticket.handle, group)
-    return TransferPart(group=group, src_block_ids=src_block_ids, dst_block_ids=dst_block_ids, num_tokens=1)
+    src_block_ids = _prompt_blocks(handoff.source, handoff.source_row, groups.src)[-1:]
+    dst_block_ids = _prompt_blocks(handoff.target, handoff.target_row, groups.dst)[-1:]
+    assert src_block_ids[0] != NULL_BLOCK_ID, (handoff.ticket.handle, groups)
+    assert dst_block_ids[0] != NULL_BLOCK_ID, (handoff.ticket.handle, groups)
+    return TransferPart(
+        src_group=groups.src,
+        dst_group=groups.dst,
+        src_block_ids=src_block_ids,
+        dst_block_ids=dst_block_ids,
+        num_tokens=1,
+    )
 
 
-def _attention_part(handoff: Handoff, group: int) -> TransferPart | None:
+def _attention_part(handoff: Handoff, groups: _Groups) -> TransferPart | None:
     num_tokens = handoff.ticket.num_prompt_tokens
-    src_block_ids = _prompt_blocks(handoff.source, handoff.source_row, group)
-    dst_block_ids = _prompt_blocks(handoff.target, handoff.target_row, group)
-    src_size, dst_size = _tokens_per_block(handoff.source, group), _tokens_per_block(handoff.target, group)
+    src_block_ids = _prompt_blocks(handoff.source, handoff.source_row, groups.src)
+    dst_block_ids = _prompt_blocks(handoff.target, handoff.target_row, groups.dst)
+    src_size, dst_size = _tokens_per_block(handoff.source, groups.src), _tokens_per_block(handoff.target, groups.dst)
     # a hit's whole blocks are shared; one that it ends inside of is the row's own copy, and travels whole
     dst_column = max(handoff.target_sequence.num_hit_tokens // dst_size, _first_held(dst_block_ids))
     first_token = max(dst_column * dst_size, _first_held(src_block_ids) * src_size)
-    _check_reach(handoff, group, first_token, dst_column * dst_size)
+    _check_reach(handoff, groups.src, first_token, dst_column * dst_size)
     if first_token >= num_tokens:
         return None
     src_column, dst_column = first_token // src_size, first_token // dst_size
     return TransferPart(
-        group=group,
+        src_group=groups.src,
+        dst_group=groups.dst,
         src_block_ids=src_block_ids[src_column:],
         dst_block_ids=dst_block_ids[dst_column:],
         num_tokens=num_tokens - first_token,
@@ -135,28 +158,28 @@ def _check_group(instance: Instance, number: int, group: KVCacheGroup) -> None:
 
 
 def _check_alike(one: Instance, other: Instance) -> None:
-    words = [[_describe(group) for group in instance.kv.config.groups] for instance in (one, other)]
-    if len(words[0]) != len(words[1]):
-        raise ConfigError(
-            "instances",
-            f"the cache of {other.instance_id} has {len(words[1])} groups, that of {one.instance_id} {len(words[0])}; "
-            "sequences are handed over between equal groups: use one planner and one set of layers for all instances",
-        )
-    for number, (here, there) in enumerate(zip(*words, strict=True)):
+    words = [_describe_layers(instance) for instance in (one, other)]
+    for layer_id in sorted(words[0].keys() | words[1].keys()):
+        here, there = (described.get(layer_id, "not cached") for described in words)
         if here != there:
             raise ConfigError(
                 "instances",
-                f"group {number} of the cache of {other.instance_id} is {there}, that of {one.instance_id} is {here}; "
-                "sequences are handed over between equal groups: use one planner and one set of layers for all "
-                "instances",
+                f"layer {layer_id} in the cache of {other.instance_id} is {there}, in that of {one.instance_id} "
+                f"{here}; sequences are handed over between equal layers: let all planners keep local layers alike "
+                "(unified keeps them whole), and serve one model",
             )
 
 
-def _describe(group: KVCacheGroup) -> str:
-    """What must be equal on both sides: layers, cache type and reach. Block and page sizes may differ."""
-    spec = one_layer(group.spec)
-    reach = ""
+def _describe_layers(instance: Instance) -> dict[int, str]:
+    """By layer id what must be equal on both sides: cache type and reach. Groups, block and page sizes may differ."""
+    return {
+        layer_id: _describe(spec) + (" of a draft" if group.is_draft else "")
+        for group in instance.kv.config.groups
+        for layer_id, spec in zip(group.layer_ids, group.layer_specs, strict=True)
+    }
+
+
+def _describe(spec: LayerSpec) -> str:
     if isinstance(spec, AttentionSpec) and spec.reach.storage != FullReach():
-        reach = f" ({spec.reach})"
-    draft = " of a draft" if group.is_draft else ""
-    return f"{spec.kind}{reach} of layers {sorted(group.layer_ids)}{draft}"
+        return f"{spec.kind} ({spec.reach})"
+    return str(spec.kind)

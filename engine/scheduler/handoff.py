@@ -77,7 +77,7 @@ class Handoff:
     @property
     def num_blocks(self) -> int:
         """Blocks of the decode side that are ferried, of all groups."""
-        return sum(len(part.dst_block_ids) for part in self.parts)
+        return sum({part.dst_group: len(part.dst_block_ids) for part in self.parts}.values())
 
     @property
     def source_row(self) -> int:

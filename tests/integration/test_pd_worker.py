@@ -75,7 +75,7 @@ def test_blocks_of_several_groups_arrive_in_a_pool_of_another_shape(open_process
     prefill.ask("connect", decode.endpoints)
     owned = [[owned_blocks(plan_of(key), group) for group in range(3)] for key in keys]
     parts = [
-        part(owned[0][group][:6], owned[1][group][:3], num_tokens, group=group)
+        part(owned[0][group][:6], owned[1][group][:3], num_tokens, src_group=group, dst_group=group)
         for group, num_tokens in enumerate([24, 8, 13])
     ]
     for one in parts:

@@ -120,7 +120,8 @@ class Instance:
 
 def part(src_block_ids, dst_block_ids, num_tokens, **changes):
     values = {
-        "group": 0,
+        "src_group": 0,
+        "dst_group": 0,
         "src_block_ids": np.array(src_block_ids, np.int32),
         "dst_block_ids": np.array(dst_block_ids, np.int32),
         "num_tokens": num_tokens,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -49,6 +50,7 @@ def layers_of(mix: str, block_size: int, tp_size: int) -> tuple[LayerSpec, ...]:
     return {
         "full": (full,) * 3,
         "full and windows": (full, window, window, full, window),
+        "four full, two windows": (full, window, full, full, window, full),
         "three reaches": (full, window, chunk, full),
         "full and states": (full, state, full, state, state),
         "three kinds": (full, state, window, state, state),
@@ -61,6 +63,7 @@ def layers_of(mix: str, block_size: int, tp_size: int) -> tuple[LayerSpec, ...]:
 MIXES = (
     "full",
     "full and windows",
+    "four full, two windows",
     "three reaches",
     "full and states",
     "three kinds",
@@ -136,10 +139,10 @@ def copy_naively(src: PoolKey, dst: PoolKey, src_pool, dst_pool, parts) -> None:
     """What a transfer must do, one token of one head of one layer after the other, through the kernels' views."""
     src_views, dst_views = views_of(src, src_pool), views_of(dst, dst_pool)
     for part in parts:
-        for layer_id in plan_of(src).groups[part.group].layer_ids:
+        for layer_id in common_layers(src, dst, GroupPair(part.src_group, part.dst_group)):
             common = set(held_heads(src, layer_id)) & set(held_heads(dst, layer_id))
             for mine, theirs in zip(src_views[layer_id], dst_views[layer_id]):
-                if is_state(src, part.group):
+                if is_state(src, part.src_group):
                     for _ in common:
                         theirs[part.dst_block_ids[0]] = mine[part.src_block_ids[0]]
                     continue
@@ -150,13 +153,36 @@ def copy_naively(src: PoolKey, dst: PoolKey, src_pool, dst_pool, parts) -> None:
                     theirs[part.dst_block_ids[dst_column], held_heads(dst, layer_id).index(head), dst_slot] = value
 
 
-def part_of(src: PoolKey, dst: PoolKey, group: int, *, num_blocks: int) -> TransferPart:
+class GroupPair(NamedTuple):
+    """A group of each side."""
+
+    src: int
+    dst: int
+
+
+def group_pairs(src: PoolKey, dst: PoolKey) -> list[GroupPair]:
+    """Those that have layers in common which are ferried."""
+    pairs = itertools.product(range(len(plan_of(src).groups)), range(len(plan_of(dst).groups)))
+    return [
+        pair
+        for pair in itertools.starmap(GroupPair, pairs)
+        if is_ferried(src, pair.src) and common_layers(src, dst, pair)
+    ]
+
+
+def common_layers(src: PoolKey, dst: PoolKey, pair: GroupPair) -> list[int]:
+    theirs = plan_of(dst).groups[pair.dst].layer_ids
+    return [layer_id for layer_id in plan_of(src).groups[pair.src].layer_ids if layer_id in theirs]
+
+
+def part_of(src: PoolKey, dst: PoolKey, pair: GroupPair, *, num_blocks: int) -> TransferPart:
     """What fills num_blocks blocks of the destination, from blocks in no order."""
-    src_ids, dst_ids = (owned_blocks(plan_of(key), group)[::-1] for key in (src, dst))
-    size = 1 if is_state(dst, group) else plan_of(dst).groups[group].spec.block_size
-    num_blocks = 1 if is_state(dst, group) else num_blocks
+    src_ids, dst_ids = (owned_blocks(plan_of(key), group)[::-1] for key, group in zip((src, dst), pair))
+    size = 1 if is_state(dst, pair.dst) else plan_of(dst).groups[pair.dst].spec.block_size
+    num_blocks = 1 if is_state(dst, pair.dst) else num_blocks
     return TransferPart(
-        group=group,
+        src_group=pair.src,
+        dst_group=pair.dst,
         src_block_ids=np.array(src_ids[: num_blocks * 4], np.int32),
         dst_block_ids=np.array(dst_ids[:num_blocks], np.int32),
         num_tokens=num_blocks * size,
@@ -169,13 +195,6 @@ def is_state(key: PoolKey, group: int) -> bool:
 
 def is_ferried(key: PoolKey, group: int) -> bool:
     return plan_of(key).groups[group].spec.prefix_cacheable
-
-
-def are_alike(one: PoolKey, other: PoolKey) -> bool:
-    """Whether the groups of both plans are of the same layers."""
-    return [set(group.layer_ids) for group in plan_of(one).groups] == [
-        set(group.layer_ids) for group in plan_of(other).groups
-    ]
 
 
 def new_pool(key: PoolKey, seed: int | None = None):

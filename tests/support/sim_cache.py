@@ -197,12 +197,12 @@ class SimCache:
 
     def send(self, part: TransferPart):
         """Bytes leave, one number per token, one for a state."""
-        places = self.slots(part.group, part.src_block_ids, part.first_token, part.num_tokens)
-        assert (self.writer[part.group][places] == part.group).all(), "content of another group is ferried"
-        return self.content[part.group][places]
+        places = self.slots(part.src_group, part.src_block_ids, part.first_token, part.num_tokens)
+        assert (self.writer[part.src_group][places] == part.src_group).all(), "content of another group is ferried"
+        return self.content[part.src_group][places]
 
     def receive(self, part: TransferPart, content) -> None:
         """Bytes land from outside."""
-        self.claim(part.group, part.dst_block_ids)
-        places = self.slots(part.group, part.dst_block_ids, part.dst_first_token, part.num_tokens)
-        self.content[part.group][places], self.writer[part.group][places] = content, part.group
+        self.claim(part.dst_group, part.dst_block_ids)
+        places = self.slots(part.dst_group, part.dst_block_ids, part.dst_first_token, part.num_tokens)
+        self.content[part.dst_group][places], self.writer[part.dst_group][places] = content, part.dst_group

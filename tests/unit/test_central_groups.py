@@ -12,7 +12,7 @@ from blockferry.connectors.pd_scheduler import PdScheduler
 from blockferry.engine.config import Role, SchedulerConfig
 from blockferry.engine.errors import ConfigError
 from blockferry.engine.kv.manager import KVCacheManager
-from blockferry.engine.kv.spec import KVCacheGroup
+from blockferry.engine.kv.spec import KVCacheConfig, KVCacheGroup
 from blockferry.engine.request import FinishReason
 from blockferry.engine.rows import RowTable
 from blockferry.engine.scheduler.central import CentralScheduler
@@ -49,7 +49,7 @@ def held(cluster: SimCluster, instance_id: str) -> int:
 def parts_of(cluster: SimCluster) -> dict[int, tuple[int, int]]:
     """(tokens, blocks of D) by group, of the one transfer under way."""
     (transfer,) = cluster.transfers
-    return {part.group: (part.num_tokens, len(part.dst_block_ids)) for part in transfer.command.parts}
+    return {part.dst_group: (part.num_tokens, len(part.dst_block_ids)) for part in transfer.command.parts}
 
 
 def ferrying(family: str, num_prompt_tokens: int, **options) -> SimCluster:
@@ -216,6 +216,11 @@ def join(*instances) -> CentralScheduler:
     return CentralScheduler(instances, connector=PdScheduler(mode=TransferMode.PUSH, transfer_timeout_s=1.0))
 
 
+def instance_on(config: KVCacheConfig, name: str) -> Instance:
+    rows = RowTable(max_rows=2, max_model_len=64)
+    return Instance(name, Role.MIXED, config=SchedulerConfig(), kv=KVCacheManager(config, rows), rows=rows)
+
+
 def instance_of(name: str, family: str, **shape) -> Instance:
     return make_instance(Shape(instance_id=name, family=family, **shape), 64)
 
@@ -223,13 +228,13 @@ def instance_of(name: str, family: str, **shape) -> Instance:
 @pytest.mark.parametrize(
     ("one", "other", "words"),
     [
-        ("full+window", "full", r"the cache of d has 1 groups, that of p 2; .* use one planner"),
-        ("full+window", "full+states", r"group 1 of the cache of d is mamba of layers \[1\], that of p is sliding"),
-        ("full", "mla", r"group 0 of the cache of d is mla_attention of layers \[0\], that of p is full_attention"),
-        ("full+window", "full+window of 7 tokens", r"WindowReach\(window=7, .*that of p is .*WindowReach\(window=5,"),
+        ("full+window", "full", r"layer 1 in the cache of d is not cached, in that of p sliding.*; .* serve one model"),
+        ("full+window", "full+states", r"layer 1 in the cache of d is mamba, in that of p sliding"),
+        ("full", "mla", r"layer 0 in the cache of d is mla_attention, in that of p full_attention"),
+        ("full+window", "full+window of 7 tokens", r"WindowReach\(window=7, .*in that of p .*WindowReach\(window=5,"),
     ],
 )
-def test_instances_of_other_groups_are_refused_by_name(one, other, words):
+def test_instances_of_other_layers_are_refused_by_name(one, other, words):
     with pytest.raises(ConfigError, match=words):
         join(instance_of("p", one), instance_of("d", other))
 
@@ -238,12 +243,19 @@ def test_blocks_of_other_sizes_are_not_refused():
     join(instance_of("p", "full+states", block_size=4), instance_of("d", "full+states", block_size=8))
 
 
+def test_equal_layers_in_other_groups_are_not_refused():
+    config = kv_config(Shape(instance_id="d", family="full+5 windows"))
+    full, *windows = config.groups
+    layer_ids = tuple(layer_id for group in windows for layer_id in group.layer_ids)
+    merged = dataclasses.replace(config, groups=(KVCacheGroup(layer_ids=layer_ids, spec=windows[0].spec), full))
+    join(instance_of("p", "full+5 windows"), instance_on(merged, "d"))
+
+
 def test_blocks_that_context_parallel_ranks_share_are_refused_by_name():
     config = kv_config(Shape(instance_id="p"))
     spec = dataclasses.replace(config.groups[0].spec, context_parallel_size=2)
     config = dataclasses.replace(config, groups=(*config.groups, KVCacheGroup(layer_ids=(1,), spec=spec)))
-    rows = RowTable(max_rows=2, max_model_len=64)
-    instance = Instance("p", Role.PREFILL, config=SchedulerConfig(), kv=KVCacheManager(config, rows), rows=rows)
+    instance = instance_on(config, "p")
     with pytest.raises(
         ConfigError, match=r"p is to hand sequences over, but group 1 .* whose blocks several ranks share"
     ):

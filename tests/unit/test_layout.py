@@ -29,7 +29,12 @@ def make_layout(**changes):
 def make_part(src_block_ids, dst_block_ids, num_tokens, **offsets):
     src_block_ids, dst_block_ids = np.array(src_block_ids, np.int32), np.array(dst_block_ids, np.int32)
     return TransferPart(
-        group=0, src_block_ids=src_block_ids, dst_block_ids=dst_block_ids, num_tokens=num_tokens, **offsets
+        src_group=0,
+        dst_group=0,
+        src_block_ids=src_block_ids,
+        dst_block_ids=dst_block_ids,
+        num_tokens=num_tokens,
+        **offsets,
     )
 
 

@@ -62,7 +62,8 @@ def test_transfer_command_and_event_survive():
         dst_instance_id="d",
         parts=(
             TransferPart(
-                group=1,
+                src_group=1,
+                dst_group=2,
                 src_block_ids=np.array([3, 4], np.int32),
                 dst_block_ids=np.array([9, 8], np.int32),
                 num_tokens=20,
@@ -74,7 +75,8 @@ def test_transfer_command_and_event_survive():
     again = messages.command_from(payload_of(Tag.TRANSFER, command))
     assert again.mode is TransferMode.PULL
     (part,) = again.parts
-    assert (part.group, part.src_block_ids.tolist(), part.dst_block_ids.tolist()) == (1, [3, 4], [9, 8])
+    assert (part.src_group, part.dst_group) == (1, 2)
+    assert (part.src_block_ids.tolist(), part.dst_block_ids.tolist()) == ([3, 4], [9, 8])
     assert (part.num_tokens, part.first_token, part.dst_first_token) == (20, 0, 2)
     event = TransferEvent(
         transfer_id=4, instance_id="d", rank=1, state=TransferState.DONE, num_bytes=10, num_runs=2, duration_s=0.5

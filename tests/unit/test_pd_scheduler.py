@@ -15,7 +15,7 @@ def make_scheduler(mode=TransferMode.PUSH):
 
 
 def begin(scheduler, now_s=0.0):
-    part = TransferPart(group=0, src_block_ids=BLOCKS, dst_block_ids=BLOCKS, num_tokens=32)
+    part = TransferPart(src_group=0, dst_group=0, src_block_ids=BLOCKS, dst_block_ids=BLOCKS, num_tokens=32)
     return scheduler.begin([part], src_instance_id="p0", dst_instance_id="d0", now_s=now_s)
 
 

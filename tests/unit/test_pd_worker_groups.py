@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from support.pd_pools import Instance, command_of
-from support.plan_pools import PoolKey, copy_naively, is_ferried, layouts_of, part_of, plan_of
+from support.plan_pools import GroupPair, PoolKey, copy_naively, group_pairs, layouts_of, part_of, plan_of
 
 from blockferry.connectors.base import HandshakeRefused, TransferMode, TransferState
 from blockferry.connectors.pd_transfers import TransferLimits
@@ -12,7 +12,7 @@ from blockferry.connectors.transport.loopback import LoopbackFabric, LoopbackTra
 from blockferry.engine.kv.plan import Planner
 
 SMALL_BATCHES = PdWorkerOptions(limits=TransferLimits(batch_bytes=4096, quiesce_timeout_s=0.2), connect_timeout_s=2.0)
-SLAB = Planner.SLAB
+SLAB, UNIFIED = Planner.SLAB, Planner.UNIFIED
 
 
 @pytest.fixture
@@ -43,6 +43,15 @@ def ranks(mix, *, tp_size=1, **changes):
 
 PAIRS = {
     "full and windows": (ranks("full and windows"), ranks("full and windows")),
+    "one group to two": (ranks("full and windows", planner=UNIFIED), ranks("full and windows", planner=SLAB)),
+    "slabs to groups of equally many layers": (
+        ranks("four full, two windows", planner=SLAB),
+        ranks("four full, two windows"),
+    ),
+    "groups of equally many layers to slabs": (
+        ranks("four full, two windows", block_size=8),
+        ranks("four full, two windows", planner=SLAB, tp_size=2),
+    ),
     "slabs": (ranks("full and windows", planner=SLAB), ranks("full and windows", planner=SLAB)),
     "uniform to slabs": (ranks("full and states"), ranks("full and states", planner=SLAB)),
     "layers outermost to blocks outermost": (
@@ -69,8 +78,7 @@ PAIRS = {
 
 
 def parts_of(src, dst):
-    groups = [group for group in range(len(plan_of(src).groups)) if is_ferried(src, group)]
-    return [part_of(src, dst, group, num_blocks=1 + number % 2) for number, group in enumerate(groups)]
+    return [part_of(src, dst, pair, num_blocks=1 + pair.dst % 2) for pair in group_pairs(src, dst)]
 
 
 @pytest.mark.parametrize("mode", list(TransferMode))
@@ -114,19 +122,12 @@ def test_states_of_other_tensor_parallelism_are_refused_at_connect(open_instance
         prefill.connect(decode)
 
 
-def test_layers_in_other_groups_are_refused_at_connect(open_instance):
-    prefill = open_instance("p0", ranks("full and windows", planner=SLAB))
-    decode = open_instance("d0", ranks("full and windows", planner=Planner.UNIFIED))
-    with pytest.raises(HandshakeRefused, match=r"group=0 of layer_ids \[1, 2, 4\] of d0.* differs from 1 of p0"):
-        prefill.connect(decode)
-
-
 def test_a_group_without_a_part_moves_nothing(open_instance):
     (key,) = keys = ranks("full and windows", planner=SLAB)
     prefill, decode = open_instance("p0", keys), open_instance("d0", keys)
     prefill.connect(decode)
     prefill.pools[0][:] = 7
-    parts = [part_of(key, key, 1, num_blocks=2)]
+    parts = [part_of(key, key, GroupPair(1, 1), num_blocks=2)]
     prefill.start(command_of(*parts))
     (event,) = prefill.wait()
     expected = np.zeros(plan_of(key).pool_bytes, np.uint8)
