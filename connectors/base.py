@@ -58,7 +58,7 @@ class ContentKind(enum.StrEnum):
 
     KV = "kv"  # key and value of one KV head; each rank holds some heads
     LATENT = "latent"  # one vector for all heads, the one "head" 0, which every tensor-parallel rank holds
-    STATE = "state"  # all of a recurrent layer's state, one "token" a block; "head" r is that of tensor-parallel rank r
+    STATE = "state"  # one field of a recurrent layer's state, one "token" a block; "heads" are the field's units
 
 
 class Strides(NamedTuple):
@@ -83,13 +83,15 @@ class PoolLayout:
     num_blocks: int
     block_size: int  # tokens
     layer_ids: tuple[int, ...]  # model layers stored here, in slot order
-    head_start: int  # first global KV head stored here
+    head_start: int  # first global KV head stored here, or unit of a state's field
     num_heads: int
     content_bytes: int
     dtype: str  # "bfloat16", ...
     group: int = 0
     content: ContentKind = ContentKind.KV
-    tp_size: int = 1  # ranks that share a state's parts among them, or that each have a copy of a latent
+    field: str = ""  # of a state: which of its fields; bytes of other fields mean something else
+    num_copies: int = 1  # ranks of the instance that each hold all of this
+    copy: int = 0  # which of them this one is
     offset: int = 0  # of block 0, layer slot 0, first head, first token
     strides: Strides | None = None  # None: the axes follow each other without gaps, in `order`
     scales: bytes = b""  # of content in fp8: little-endian float32 [layers, heads, 2], of K and of V

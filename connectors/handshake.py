@@ -2,7 +2,7 @@
 
 Owns the bytes of a PoolEndpoint (msgpack with a version) and the rules of compatibility. Opens no connection.
 Block size, layout order, TP, PP and the cache groups that layers are in may differ between two pools; what would change
-the meaning of bytes may not. States are moved between ranks of equal tensor-parallel place only.
+the meaning of bytes may not.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -20,7 +20,7 @@ import msgpack
 from blockferry.connectors.base import ContentKind, HandshakeRefused, PoolEndpoint, PoolLayout, Strides
 from blockferry.connectors.layout import strides
 
-HANDSHAKE_VERSION = 3
+HANDSHAKE_VERSION = 4
 
 
 def encode_endpoint(endpoint: PoolEndpoint) -> bytes:
@@ -61,23 +61,24 @@ def check_compatible(own: PoolEndpoint, peer: PoolEndpoint) -> None:
     for mine in own.layouts:
         for theirs in peer.layouts:
             shared = tuple(layer_id for layer_id in mine.layer_ids if layer_id in theirs.layer_ids)
-            if shared:
+            if shared and mine.field == theirs.field:
                 _check_layouts(_Difference(own=own, peer=peer, layer_ids=shared), mine, theirs)
 
 
 def check_coverage(own: PoolEndpoint, peers: Sequence[PoolEndpoint]) -> None:
     """Raises HandshakeRefused unless the ranks of one peer instance together store every layer and head of `own`."""
-    wanted = _cells(own)
-    stored: set[_Cell] = set()
+    stored: dict[_Part, list[_Units]] = {}
     for peer in peers:
-        stored |= _cells(peer)
-    missing = wanted - stored
+        for part, units in _parts(peer):
+            stored.setdefault(part, []).append(units)
+    missing = {part: first for part, units in _parts(own) if (first := _first_missing(units, stored.get(part, ())))}
     if missing:
-        layers = sorted({cell.layer_id for cell in missing})
-        heads = sorted({cell.head for cell in missing})
+        part, first = next(iter(missing.items()))
+        what = f"{part.field} unit" if part.field else "KV head"
         raise HandshakeRefused(
-            f"layer_ids {layers} with KV heads {heads} of {describe(own)} are stored by no rank of instance "
-            f"{peers[0].instance_id if peers else '(none)'!r}; connect every rank of it at once"
+            f"layer_ids {sorted({part.layer_id for part in missing})} of {describe(own)} are not stored whole by the "
+            f"ranks of instance {peers[0].instance_id if peers else '(none)'!r} (layer {part.layer_id} lacks {what} "
+            f"{first.start}); connect every rank of it at once"
         )
 
 
@@ -94,8 +95,22 @@ def local_host_id() -> str:
     return hashlib.sha256(f"{boot_id} {namespace} {shared.st_dev}".encode()).hexdigest()[:16]
 
 
+class _Part(NamedTuple):
+    """What the ranks of an instance share among them."""
+
+    layer_id: int
+    field: str
+
+
+class _Units(NamedTuple):
+    """Heads, or units of a state's field."""
+
+    start: int
+    stop: int
+
+
 class _Cell(NamedTuple):
-    """What some rank of an instance must store."""
+    """What has scales of its own."""
 
     layer_id: int
     head: int
@@ -120,9 +135,6 @@ class _Difference:
 def _check_layouts(difference: _Difference, mine: PoolLayout, theirs: PoolLayout) -> None:
     """Raises HandshakeRefused unless the layers that both store mean the same."""
     _check_equal(difference, {"content": (str(mine.content), str(theirs.content))})
-    if mine.content is ContentKind.STATE and mine.tp_size != theirs.tp_size:
-        remedy = "recurrent states are sharded by tensor parallelism; use one tensor_parallel on both sides"
-        difference.refuse("tp_size", mine.tp_size, theirs.tp_size, remedy=remedy)
     _check_equal(
         difference,
         {"dtype": (mine.dtype, theirs.dtype), "content_bytes": (mine.content_bytes, theirs.content_bytes)},
@@ -151,14 +163,20 @@ def _check_equal(difference: _Difference, values: Mapping[str, tuple[object, obj
             difference.refuse(field, here, there, remedy=remedy)
 
 
-def _cells(endpoint: PoolEndpoint) -> set[_Cell]:
+def _parts(endpoint: PoolEndpoint) -> Iterator[tuple[_Part, _Units]]:
     """What a rank stores."""
-    return {
-        _Cell(layer_id, head)
-        for layout in endpoint.layouts
-        for layer_id in layout.layer_ids
-        for head in range(layout.head_start, layout.head_start + layout.num_heads)
-    }
+    for layout in endpoint.layouts:
+        for layer_id in layout.layer_ids:
+            yield _Part(layer_id, layout.field), _Units(layout.head_start, layout.head_start + layout.num_heads)
+
+
+def _first_missing(wanted: _Units, stored: Sequence[_Units]) -> _Units | None:
+    """What is left of `wanted` from its first unit on that no rank stores; None where nothing is."""
+    start = wanted.start
+    for units in sorted(stored):
+        if units.start <= start:
+            start = max(start, units.stop)
+    return _Units(start, wanted.stop) if start < wanted.stop else None
 
 
 def _layout_from(value: dict[str, Any]) -> PoolLayout:

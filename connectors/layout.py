@@ -106,8 +106,8 @@ def strides(layout: PoolLayout) -> Strides:
 
 
 def overlaps(one: PoolLayout, other: PoolLayout) -> bool:
-    """Whether two pools store any common layer and head."""
-    has_heads = _first_head(one, other) < _end_head(one, other)
+    """Whether two pools store any common layer, field and head."""
+    has_heads = one.field == other.field and _first_head(one, other) < _end_head(one, other)
     return has_heads and not set(one.layer_ids).isdisjoint(other.layer_ids)
 
 

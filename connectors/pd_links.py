@@ -13,7 +13,6 @@ import numpy as np
 
 from blockferry.connectors import handshake
 from blockferry.connectors.base import (
-    ContentKind,
     Int64Array,
     Peer,
     PoolEndpoint,
@@ -119,10 +118,9 @@ def make_batches(command: TransferCommand, pairs: Sequence[LayoutPair], *, batch
 def choose_shares(own: PoolEndpoint, links: Sequence[Link], mode: TransferMode) -> list[Share]:
     """The peers that this rank exchanges bytes with, and of which layouts.
 
-    Every byte moves once, where ranks know of each other's copies. A pull reads each head once: of peers that hold
-    the same slice (KV heads replicated over tensor-parallel ranks, latents) one is read, another one by each reading
-    rank so that the load spreads. A push writes to every peer that lacks it, a copy of a latent to those peers that
-    would have read this copy.
+    Every byte moves once to each rank that stores it. A pull reads each head once: of peers that hold the same slice
+    (KV heads or fields of a state that are replicated over tensor-parallel ranks, latents) one is read, another one by
+    each reading rank so that the load spreads. A push writes a copy to those peers that would have read this copy.
     """
     choose = _pushed if mode is TransferMode.PUSH else _pulled
     shares: dict[int, list[LayoutPair]] = {}
@@ -135,14 +133,13 @@ def _pushed(own: PoolEndpoint, links: Sequence[Link]) -> Iterator[tuple[int, Lay
     """Pairs to write to, with the number of their link."""
     for number, link in enumerate(links):
         for pair in _pairs(own, link):
-            is_copy = pair.own.content is ContentKind.LATENT
-            if not is_copy or link.endpoint.tp_rank % pair.own.tp_size == own.tp_rank:
+            if link.endpoint.tp_rank % pair.own.num_copies == pair.own.copy:
                 yield number, pair
 
 
 def _pulled(own: PoolEndpoint, links: Sequence[Link]) -> Iterator[tuple[int, LayoutPair]]:
     """Pairs to read from, with the number of their link: one of each set of equal slices."""
-    replicas: dict[tuple[int, tuple[int, ...], int, int], list[int]] = {}  # numbers of links, by the peer's slice
+    replicas: dict[_Slice, list[int]] = {}  # numbers of links, by the peer's slice
     for number, link in enumerate(links):
         for layout in link.endpoint.layouts:
             replicas.setdefault(_slice(layout), []).append(number)
@@ -160,9 +157,17 @@ def _pairs(own: PoolEndpoint, link: Link) -> Iterator[LayoutPair]:
                 yield LayoutPair(own=mine, peer=layout)
 
 
-def _slice(layout: PoolLayout) -> tuple[int, tuple[int, ...], int, int]:
+class _Slice(NamedTuple):
     """Equal for layouts that hold copies of the same bytes."""
-    return layout.group, layout.layer_ids, layout.head_start, layout.num_heads
+
+    layer_ids: tuple[int, ...]
+    field: str
+    head_start: int
+    num_heads: int
+
+
+def _slice(layout: PoolLayout) -> _Slice:
+    return _Slice(layout.layer_ids, layout.field, layout.head_start, layout.num_heads)
 
 
 def _in_whole_blocks(part: TransferPart, src: PoolLayout, dst: PoolLayout) -> TransferPart:

@@ -183,10 +183,12 @@ def _state_spec(family: Family, config: ModelConfig, options: LayerOptions) -> M
     recurrent_dtype = config.text("mamba_ssm_cache_dtype", config.text("mamba_ssm_dtype", "auto"))
     recurrent_bytes = weight_bytes if recurrent_dtype == "auto" else _dtype_bytes("mamba_ssm_dtype", recurrent_dtype)
     recurrent = [] if shapes.recurrent is None else [shapes.recurrent]
+    recurrent_fields = [] if shapes.recurrent is None else [shapes.recurrent_fields]
     return MambaSpec(
         block_size=options.block_size,
         shapes=(shapes.conv, *recurrent),
         dtype_bytes=(weight_bytes, *[recurrent_bytes for _ in recurrent]),
+        fields=(shapes.conv_fields, *recurrent_fields),
         mode=options.mamba_mode,
         num_speculative_blocks=options.num_speculative_tokens,
     )

@@ -13,6 +13,7 @@ from collections.abc import Hashable
 from typing import Self
 
 from blockferry.engine.kv.reach import SequenceLimits, SpecKind, cdiv
+from blockferry.engine.kv.state_fields import StateField
 
 
 class MambaMode(enum.StrEnum):
@@ -37,6 +38,7 @@ class MambaSpec:
     block_size: int
     shapes: tuple[tuple[int, ...], ...]  # per state tensor, on this rank
     dtype_bytes: tuple[int, ...]  # per state tensor
+    fields: tuple[tuple[StateField, ...], ...] = ()  # per state tensor; none: not known, cannot be ferried
     mode: MambaMode = MambaMode.ALIGN
     num_speculative_blocks: int = 0  # one state per draft token to verify
     num_prefill_checkpoint_blocks: int = 0  # states exported from within a prefill chunk

@@ -64,6 +64,11 @@ class DeltaShape:
         """Of all ranks' convolution: q, k, v."""
         return 2 * self.num_key_features + self.num_value_features
 
+    def conv_rows(self, heads: DeltaHeads) -> list[Span]:
+        """A rank's channels of the convolution, as they lie among those of all ranks: q, k, v."""
+        keys, values = features_of(heads.key, self.key_dim), features_of(heads.value, self.value_dim)
+        return [keys, _moved(keys, self.num_key_features), _moved(values, 2 * self.num_key_features)]
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaHeads:
@@ -100,7 +105,7 @@ def separate_projections(prefix: str, shape: DeltaShape, heads: DeltaHeads) -> S
     """Qwen3.5: in_proj_qkv as the convolution's channels lie, in_proj_z, in_proj_b and in_proj_a."""
     values = features_of(heads.value, shape.value_dim)
     return [
-        Projection(name=f"{prefix}in_proj_qkv", size=shape.num_channels, rows=_channels(shape, heads)),
+        Projection(name=f"{prefix}in_proj_qkv", size=shape.num_channels, rows=shape.conv_rows(heads)),
         Projection(name=f"{prefix}in_proj_z", size=shape.num_value_features, rows=[values]),
         Projection(name=f"{prefix}in_proj_b", size=shape.num_value_heads, rows=[heads.value]),
         Projection(name=f"{prefix}in_proj_a", size=shape.num_value_heads, rows=[heads.value]),
@@ -125,7 +130,7 @@ def read_delta_net(build: Build, prefix: str, shape: DeltaShape, projections: Pr
     """Read one layer's tensors, named PREFIX... Raises ModelLoadError, and ConfigError for heads that do not fit."""
     heads, weights, hidden_size = _split(build, shape), build.weights, build.header.hidden_size
     conv_C1W = weights.matrix(
-        f"{prefix}conv1d.weight", (shape.num_channels, 1, shape.num_taps), rows=_channels(shape, heads)
+        f"{prefix}conv1d.weight", (shape.num_channels, 1, shape.num_taps), rows=shape.conv_rows(heads)
     )
     log_rate_H = weights.float_vector(f"{prefix}A_log", shape.num_value_heads, part=heads.value)
     return DeltaParts(
@@ -206,12 +211,6 @@ def _split(build: Build, shape: DeltaShape) -> DeltaHeads:
         )
     key = share(shape.num_key_heads, build, "key heads of linear attention")
     return DeltaHeads(key=key, value=features_of(key, shape.values_per_key))
-
-
-def _channels(shape: DeltaShape, heads: DeltaHeads) -> list[Span]:
-    """A rank's channels of the convolution, as they lie among those of all ranks: q, k, v."""
-    keys, values = features_of(heads.key, shape.key_dim), features_of(heads.value, shape.value_dim)
-    return [keys, _moved(keys, shape.num_key_features), _moved(values, 2 * shape.num_key_features)]
 
 
 def _strided(name: str, part: Span, num_heads: int, stride: int, heads: Span) -> Projection:

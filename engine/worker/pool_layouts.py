@@ -1,38 +1,41 @@
-"""Where a plan's pages lie, as connectors must know it: one PoolLayout per region of a rank's pool.
+"""Where a plan's pages lie, as connectors must know it: PoolLayouts of the regions of a rank's pool.
 
 Arithmetic on the plan, without torch. What page_views.py turns into tensors is described here by the same strides:
 
     content   one token of one head                       heads                   tokens of a block
     KV        K then V                                    this rank's KV heads    block_size
     latent    the vector                                  one, on every rank      block_size
-    state     all of a layer's state, its page's content  one, the rank's own     one
+    state     one unit of a field                         this rank's units       one
 
-Scratch rings, which no other sequence and no peer ever reads, have no layout.
+A state has one layout for each of its fields (state_fields.py), which follow each other in its page. Scratch rings,
+which no other sequence and no peer ever reads, have no layout.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 from blockferry.connectors.base import ContentKind, PoolLayout, Strides
 from blockferry.engine.kv.plan import KVCachePlan, PageRegion
 from blockferry.engine.kv.reach import KVContent
 from blockferry.engine.kv.spec import AttentionSpec, MambaSpec
+from blockferry.engine.kv.state_fields import StateField
 from blockferry.engine.models.sharding import Span
 
 _ONE_HEAD = Span(start=0, stop=1)
 
 
 def pool_layouts(
-    plan: KVCachePlan, *, order: str, dtype: str, kv_heads: Span, tp_rank: int, tp_size: int
+    plan: KVCachePlan, *, order: str, dtype: str, kv_heads: HeldHeads, tp_rank: int, tp_size: int
 ) -> tuple[PoolLayout, ...]:
     """Layouts of everything in a rank's pool that is ferried, in the order of the plan's regions.
 
     `order` is the layout that the plan was made for. `kv_heads` are those that the rank really holds, no more than
     the plan's specs say, which are of the rank with most. A rank alone (tp_size 1) holds all heads of every layer,
-    whatever kv_heads says. Raises ValueError for more heads than planned, and for blocks that context-parallel ranks
-    share.
+    whatever kv_heads says. Raises ValueError for more heads than planned, for blocks that context-parallel ranks share,
+    and for states whose fields the plan does not know.
     """
     rank = _Rank(order=order, dtype=dtype, kv_heads=kv_heads, tp_rank=tp_rank, tp_size=tp_size)
     layouts: list[PoolLayout] = []
@@ -43,39 +46,65 @@ def pool_layouts(
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HeldHeads:
+    """KV heads of a rank; num_copies ranks of its instance, neighbours, hold the same."""
+
+    span: Span
+    num_copies: int = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Rank:
     """Whose pool is described."""
 
     order: str
     dtype: str
-    kv_heads: Span
+    kv_heads: HeldHeads
     tp_rank: int
     tp_size: int
 
     def layouts(self, region: PageRegion, num_blocks: int) -> Iterator[PoolLayout]:
-        """The region's layout; none where it is not ferried."""
+        """The region's layouts; none where it is not ferried."""
         spec = region.spec
         if isinstance(spec, MambaSpec):
-            yield self._state(region, spec, num_blocks)
+            yield from self._state(region, spec, num_blocks)
         elif isinstance(spec, AttentionSpec):
             yield self._attention(region, spec, num_blocks)
 
-    def _state(self, region: PageRegion, spec: MambaSpec, num_blocks: int) -> PoolLayout:
-        num_bytes = spec.unpadded_page_size_bytes
+    def _state(self, region: PageRegion, spec: MambaSpec, num_blocks: int) -> Iterator[PoolLayout]:
+        if len(spec.fields) != len(spec.shapes):
+            raise ValueError(
+                f"layers {region.layer_ids} of group {region.group}: states of {len(spec.shapes)} tensors, of which "
+                f"{len(spec.fields)} have known fields, cannot be ferried; name the fields in engine/kv/model_states.py"
+            )
+        offset = region.offset
+        for shape, dtype_bytes, fields in zip(spec.shapes, spec.dtype_bytes, spec.fields, strict=True):
+            row_bytes = math.prod(shape[1:]) * dtype_bytes
+            for field in fields:
+                unit_bytes = field.rows_per_unit * row_bytes
+                yield self._field(region, field, unit_bytes=unit_bytes, offset=offset, num_blocks=num_blocks)
+                offset += field.num_rows(self.tp_size) * row_bytes
+
+    def _field(
+        self, region: PageRegion, field: StateField, *, unit_bytes: int, offset: int, num_blocks: int
+    ) -> PoolLayout:
+        units, num_copies = field.held(self.tp_rank, self.tp_size), field.num_copies(self.tp_size)
         return PoolLayout(
             order=self.order,
             num_blocks=num_blocks,
             block_size=1,
             layer_ids=region.layer_ids,
-            head_start=self.tp_rank,
-            num_heads=1,
-            content_bytes=num_bytes,
+            head_start=units.start,
+            num_heads=len(units),
+            content_bytes=unit_bytes,
             dtype=self.dtype,
             group=region.group,
             content=ContentKind.STATE,
-            tp_size=self.tp_size,
-            offset=region.offset,
-            strides=Strides(block=region.block_stride, layer=region.layer_stride, head=num_bytes, token=num_bytes),
+            field=field.name,
+            num_copies=num_copies,
+            copy=self.tp_rank % num_copies,
+            offset=offset,
+            strides=Strides(block=region.block_stride, layer=region.layer_stride, head=unit_bytes, token=unit_bytes),
         )
 
     def _attention(self, region: PageRegion, spec: AttentionSpec, num_blocks: int) -> PoolLayout:
@@ -86,6 +115,7 @@ class _Rank:
             )
         is_latent = spec.content.is_latent
         heads = _ONE_HEAD if is_latent else self._heads(region, spec)
+        num_copies = self.tp_size if is_latent else self.kv_heads.num_copies
         return PoolLayout(
             order=self.order,
             num_blocks=num_blocks,
@@ -97,7 +127,8 @@ class _Rank:
             dtype=self.dtype,
             group=region.group,
             content=ContentKind.LATENT if is_latent else ContentKind.KV,
-            tp_size=self.tp_size if is_latent else 1,
+            num_copies=num_copies,
+            copy=self.tp_rank % num_copies,
             offset=region.offset,
             strides=_strides(region, spec, self.order),
         )
@@ -107,12 +138,13 @@ class _Rank:
         num_planned = spec.content.num_kv_heads
         if self.tp_size == 1:
             return Span(start=0, stop=num_planned)
-        if len(self.kv_heads) > num_planned:
+        held = self.kv_heads.span
+        if len(held) > num_planned:
             raise ValueError(
                 f"layers {region.layer_ids} of group {region.group} are planned with {num_planned} KV heads, but this "
-                f"rank holds {len(self.kv_heads)}; plan for the rank with most"
+                f"rank holds {len(held)}; plan for the rank with most"
             )
-        return self.kv_heads
+        return held
 
 
 def _strides(region: PageRegion, spec: AttentionSpec, order: str) -> Strides:

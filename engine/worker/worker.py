@@ -57,7 +57,7 @@ from blockferry.engine.worker.outputs import NOTHING, OutputStage, StepOutcome, 
 from blockferry.engine.worker.page_views import PageViews
 from blockferry.engine.worker.paged_caches import PagedCaches, StagePages
 from blockferry.engine.worker.parallel import LoneCommunicator, Parallel, join
-from blockferry.engine.worker.pool_layouts import pool_layouts
+from blockferry.engine.worker.pool_layouts import HeldHeads, pool_layouts
 from blockferry.engine.worker.pool_memory import Allocate, make_memory, page_dtypes
 from blockferry.engine.worker.sampling_state import SamplingState
 from blockferry.engine.worker.spec import WorkerSpec
@@ -109,7 +109,7 @@ class Worker:
             self._cache.plan.stages[self.spec.pp_rank],
             order=self.spec.layout,
             dtype=self.spec.dtype.value,
-            kv_heads=self._kv_heads,
+            kv_heads=HeldHeads(span=self._kv_heads, num_copies=self._num_kv_copies),
             tp_rank=self.spec.tp_rank,
             tp_size=self.spec.tp_size,
         )
@@ -191,6 +191,13 @@ class Worker:
     def _kv_heads(self) -> Span:
         config = ModelConfig(self.model.header.values)
         return kv_head_span(config, tp_rank=self.spec.tp_rank, tp_size=self.spec.tp_size)
+
+    @property
+    def _num_kv_copies(self) -> int:
+        """Tensor-parallel ranks with the same KV heads as this one."""
+        config, tp_size = ModelConfig(self.model.header.values), self.spec.tp_size
+        spans = [kv_head_span(config, tp_rank=rank, tp_size=tp_size) for rank in range(tp_size)]
+        return spans.count(self._kv_heads)
 
     def _group_table(self, group: KVCacheGroup, model: ModelLayers) -> GroupTable:
         spec = group.spec

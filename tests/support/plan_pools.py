@@ -24,18 +24,32 @@ from blockferry.engine.kv.reach import (
     WindowReach,
 )
 from blockferry.engine.kv.spec import AttentionSpec, LayerSpec, MambaSpec, ScratchRingSpec
-from blockferry.engine.models.sharding import Span
+from blockferry.engine.kv.state_fields import StateField
+from blockferry.engine.models.sharding import Span, split_heads
 from blockferry.engine.worker.page_views import PageDTypes, PageViews
-from blockferry.engine.worker.pool_layouts import pool_layouts
+from blockferry.engine.worker.pool_layouts import HeldHeads, pool_layouts
 
 ORDERS = ("BHLNC", "BLHNC", "LBHNC", "LBNHC")
 LIMITS = SequenceLimits(max_model_len=64, max_in_flight_tokens=16)
 DTYPES = PageDTypes(kv=torch.float16, states=(torch.float16, torch.float32))
 NUM_HEADS = 4
+STATE_FIELDS = (
+    (
+        StateField(name="conv.x", num_units=4, rows_per_unit=2),
+        StateField(name="conv.b", num_units=1, rows_per_unit=3),  # on two ranks: two copies
+        StateField(name="conv.c", num_units=2, rows_per_unit=1),
+    ),
+    (StateField(name="recurrent", num_units=8, rows_per_unit=1),),
+)
+
+
+def kv_span(tp_rank: int, tp_size: int) -> Span:
+    """KV heads of a rank; more ranks than heads share one, in copies."""
+    return split_heads(num_heads=2 * NUM_HEADS, num_kv_heads=NUM_HEADS, tp_rank=tp_rank, tp_size=tp_size).kv
 
 
 def kv(block_size: int, tp_size: int, reach=None) -> AttentionSpec:
-    content = KVContent(num_kv_heads=NUM_HEADS // tp_size, head_dim=4, dtype_bytes=2)
+    content = KVContent(num_kv_heads=len(kv_span(0, tp_size)), head_dim=4, dtype_bytes=2)
     return AttentionSpec(block_size=block_size, content=content, reach=reach or FullReach())
 
 
@@ -44,7 +58,12 @@ def layers_of(mix: str, block_size: int, tp_size: int) -> tuple[LayerSpec, ...]:
     window = kv(block_size, tp_size, WindowReach(window=8))
     chunk = kv(block_size, tp_size, ChunkReach(chunk=16))
     latent = AttentionSpec(block_size=block_size, content=LatentContent(latent_dim=24, dtype_bytes=2))
-    state = MambaSpec(block_size=block_size, shapes=((3, 4), (2, 4 // tp_size, 4)), dtype_bytes=(2, 4))
+    state = MambaSpec(
+        block_size=block_size,
+        shapes=tuple((sum(one.num_rows(tp_size) for one in fields), 3, 4) for fields in STATE_FIELDS),
+        dtype_bytes=(2, 4),
+        fields=STATE_FIELDS,
+    )
     wide = dataclasses.replace(full, content=dataclasses.replace(full.content, head_dim_v=16))
     ring = ScratchRingSpec(block_size=8, page_bytes=96)
     return {
@@ -98,10 +117,9 @@ def plan_of(key: PoolKey) -> KVCachePlan | None:
 
 @functools.cache
 def layouts_of(key: PoolKey) -> tuple[PoolLayout, ...]:
-    plan, num_heads = plan_of(key), NUM_HEADS // key.tp_size
-    kv_heads = Span(start=key.tp_rank * num_heads, stop=(key.tp_rank + 1) * num_heads)
+    kv_heads = HeldHeads(span=kv_span(key.tp_rank, key.tp_size), num_copies=max(1, key.tp_size // NUM_HEADS))
     return pool_layouts(
-        plan, order=key.order, dtype="float16", kv_heads=kv_heads, tp_rank=key.tp_rank, tp_size=key.tp_size
+        plan_of(key), order=key.order, dtype="float16", kv_heads=kv_heads, tp_rank=key.tp_rank, tp_size=key.tp_size
     )
 
 
@@ -124,15 +142,23 @@ def views_of(key: PoolKey, pool) -> dict[int, list]:
     return as_bytes
 
 
+def state_rows(key: PoolKey, tensor: int) -> list[tuple[str, int, int]]:
+    """What each row of a state's tensor is: (field, unit, row within the unit)."""
+    return [
+        (field.name, unit, row)
+        for field in STATE_FIELDS[tensor]
+        for held in [field.held(key.tp_rank, key.tp_size)]
+        for unit, row in itertools.product(range(held.start, held.stop), range(field.rows_per_unit))
+    ]
+
+
 def held_heads(key: PoolKey, layer_id: int) -> list[int]:
-    """Heads of a layer that the rank holds; of a state, whose it is."""
+    """Heads of an attention layer that the rank holds."""
     spec = layers_of(key.mix, key.block_size, key.tp_size)[layer_id]
-    if isinstance(spec, MambaSpec):
-        return [key.tp_rank]
     if spec.content.is_latent:
         return [0]
-    num_heads = NUM_HEADS // key.tp_size
-    return list(range(key.tp_rank * num_heads, (key.tp_rank + 1) * num_heads))
+    span = kv_span(key.tp_rank, key.tp_size)
+    return list(range(span.start, span.stop))
 
 
 def copy_naively(src: PoolKey, dst: PoolKey, src_pool, dst_pool, parts) -> None:
@@ -140,12 +166,15 @@ def copy_naively(src: PoolKey, dst: PoolKey, src_pool, dst_pool, parts) -> None:
     src_views, dst_views = views_of(src, src_pool), views_of(dst, dst_pool)
     for part in parts:
         for layer_id in common_layers(src, dst, GroupPair(part.src_group, part.dst_group)):
+            if is_state(src, part.src_group):
+                for tensor, (mine, theirs) in enumerate(zip(src_views[layer_id], dst_views[layer_id])):
+                    places = {row: place for place, row in enumerate(state_rows(src, tensor))}
+                    for place, row in enumerate(state_rows(dst, tensor)):
+                        if row in places:
+                            theirs[part.dst_block_ids[0], place] = mine[part.src_block_ids[0], places[row]]
+                continue
             common = set(held_heads(src, layer_id)) & set(held_heads(dst, layer_id))
             for mine, theirs in zip(src_views[layer_id], dst_views[layer_id]):
-                if is_state(src, part.src_group):
-                    for _ in common:
-                        theirs[part.dst_block_ids[0]] = mine[part.src_block_ids[0]]
-                    continue
                 for head, token in itertools.product(common, range(part.num_tokens)):
                     src_column, src_slot = divmod(part.first_token + token, mine.shape[2])
                     dst_column, dst_slot = divmod(part.dst_first_token + token, theirs.shape[2])

@@ -48,7 +48,14 @@ def test_endpoint_survives_the_wire():
 def test_layouts_of_several_groups_survive_the_wire():
     (layout,) = make_endpoint().layouts
     state = dataclasses.replace(
-        layout, group=1, layer_ids=(7,), content=ContentKind.STATE, tp_size=2, strides=Strides(4, 3, 2, 1)
+        layout,
+        group=1,
+        layer_ids=(7,),
+        content=ContentKind.STATE,
+        field="conv.x",
+        num_copies=2,
+        copy=1,
+        strides=Strides(4, 3, 2, 1),
     )
     endpoint = make_endpoint(layouts=(layout, state))
     again = decode_endpoint(encode_endpoint(endpoint))
@@ -94,17 +101,34 @@ def test_block_size_order_groups_and_parallelism_may_differ():
     )
 
 
-def test_states_of_other_tensor_parallelism_are_refused_with_the_remedy():
-    one, other = (
-        make_endpoint(name, content=ContentKind.STATE, tp_size=tp_size) for name, tp_size in (("p0", 1), ("d0", 2))
-    )
-    with pytest.raises(HandshakeRefused, match=r"tp_size=2 .* differs from 1 .*; recurrent states are sharded by"):
-        check_compatible(one, other)
+def test_units_of_a_field_that_mean_something_else_are_refused():
+    state = {"content": ContentKind.STATE, "field": "conv.x"}
+    with pytest.raises(HandshakeRefused, match="content_bytes=128"):
+        check_compatible(make_endpoint("p0", **state), make_endpoint("d0", **state, content_bytes=128))
 
 
-def test_latents_of_other_tensor_parallelism_are_the_same():
+def test_fields_of_a_state_need_not_agree_with_each_other():
     check_compatible(
-        *(make_endpoint(name, content=ContentKind.LATENT, tp_size=size) for name, size in (("p0", 1), ("d0", 2)))
+        make_endpoint("p0", content=ContentKind.STATE, field="conv.x"),
+        make_endpoint("d0", content=ContentKind.STATE, field="conv.b", content_bytes=128),
+    )
+
+
+def test_a_missing_field_is_refused_by_name():
+    own, peer = (make_endpoint(name, field=field) for name, field in (("p0", "conv.x"), ("d0", "conv.b")))
+    with pytest.raises(HandshakeRefused, match=r"layer_ids \[0, 1\] .* \(layer 0 lacks conv.x unit 0\)"):
+        check_coverage(own, [peer])
+
+
+def test_a_missing_head_between_others_is_refused_by_name():
+    peers = [make_endpoint("d0", head_start=head, num_heads=1) for head in (0, 2)]
+    with pytest.raises(HandshakeRefused, match=r"\(layer 0 lacks KV head 1\)"):
+        check_coverage(make_endpoint("p0", num_heads=3), peers)
+
+
+def test_copies_are_the_same_in_any_number():
+    check_compatible(
+        *(make_endpoint(name, content=ContentKind.LATENT, num_copies=size) for name, size in (("p0", 1), ("d0", 2)))
     )
 
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from support.pd_pools import Instance, command_of
-from support.plan_pools import GroupPair, PoolKey, copy_naively, group_pairs, layouts_of, part_of, plan_of
+from support.pd_pools import Instance, command_of, token_view
+from support.plan_pools import GroupPair, PoolKey, copy_naively, group_pairs, layouts_of, owned_blocks, part_of, plan_of
 
-from blockferry.connectors.base import HandshakeRefused, TransferMode, TransferState
+from blockferry.connectors.base import TransferMode, TransferState
 from blockferry.connectors.pd_transfers import TransferLimits
 from blockferry.connectors.pd_worker import PdWorkerOptions
 from blockferry.connectors.transport.loopback import LoopbackFabric, LoopbackTransport
@@ -63,6 +63,12 @@ PAIRS = {
     "tp 2 to 1": (ranks("full and windows", tp_size=2), ranks("full and windows")),
     "tp 1 to 2": (ranks("full and windows", planner=SLAB), ranks("full and windows", planner=SLAB, tp_size=2)),
     "states on two ranks": (ranks("full and states", tp_size=2), ranks("full and states", tp_size=2, order="BLHNC")),
+    "states of two ranks to one": (ranks("full and states", tp_size=2), ranks("full and states", planner=SLAB)),
+    "states of one rank to two": (ranks("full and states"), ranks("full and states", tp_size=2, order="LBNHC")),
+    "states of four ranks to two": (ranks("three kinds", tp_size=4), ranks("three kinds", tp_size=2)),
+    "states of two ranks to four": (ranks("latents and states", tp_size=2), ranks("latents and states", tp_size=4)),
+    "heads in two copies to two ranks": (ranks("full and windows", tp_size=8), ranks("full and windows", tp_size=2)),
+    "two ranks to heads in two copies": (ranks("full and states", tp_size=2), ranks("full and states", tp_size=8)),
     "three kinds": (ranks("three kinds", planner=SLAB, tp_size=2), ranks("three kinds", planner=SLAB, tp_size=2)),
     "latents of two ranks to one": (ranks("latents", tp_size=2), ranks("latents")),
     "latents of one rank to two": (ranks("latents"), ranks("latents", tp_size=2)),
@@ -104,22 +110,19 @@ def test_blocks_of_all_groups_arrive_and_nothing_else_changes(open_instance, nam
 
 
 def fill_alike(keys, pools):
-    """Random bytes; the same on all ranks where they hold copies of latents."""
-    for rank, pool in enumerate(pools):
-        seed = 0 if "latents" in keys[rank].mix else rank
-        pool[:] = np.random.default_rng(seed).integers(1, 255, len(pool))
+    """Random bytes; the same on all ranks where they hold copies."""
+    for rank, (key, pool) in enumerate(zip(keys, pools)):
+        pool[:] = np.random.default_rng(rank).integers(1, 255, len(pool))
+        for index, layout in enumerate(layouts_of(key)):
+            first = rank - layout.copy
+            original = token_view(pools[first], layouts_of(keys[first])[index])
+            owned = owned_blocks(plan_of(key), layout.group)
+            token_view(pool, layout)[owned] = original[owned]
 
 
 def padded(pool, key):
     """As long as the plan says: layouts end with the last content."""
     return np.concatenate([pool, np.zeros(plan_of(key).pool_bytes - len(pool), np.uint8)])
-
-
-def test_states_of_other_tensor_parallelism_are_refused_at_connect(open_instance):
-    prefill = open_instance("p0", ranks("full and states", tp_size=2))
-    decode = open_instance("d0", ranks("full and states"))
-    with pytest.raises(HandshakeRefused, match="states are sharded by tensor parallelism; use one tensor_parallel"):
-        prefill.connect(decode)
 
 
 def test_a_group_without_a_part_moves_nothing(open_instance):
