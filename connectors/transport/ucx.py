@@ -29,10 +29,12 @@ import numpy as np
 from blockferry.connectors.base import ByteArray, Region
 from blockferry.connectors.transport import native_loops as loops
 from blockferry.connectors.transport import ucx_api as api
+from blockferry.connectors.transport.ucx_greeting import Greeter
 from blockferry.connectors.transport.ucx_peer import UcxAccess, UcxPeer, UcxRegion
 
 logger = logging.getLogger(__name__)
 
+_FEATURES = api.FEATURE_RMA | api.FEATURE_AM | api.FEATURE_WAKEUP
 _DRAIN_ROUNDS = 64
 _SPIN_ROUNDS = 100  # 10 us on shared memory, 100 us on TCP: how long wait() looks before it sleeps
 
@@ -79,6 +81,7 @@ class UcxTransport:
         loops.warm_up()
         self._context = self._create_context()
         self._worker = self._create_worker()
+        self._greeter = Greeter(self._ucp, self._worker)
         self._regions: list[UcxRegion] = []
         self._peers: dict[int, UcxPeer] = {}
         self._next_peer = 1
@@ -133,7 +136,7 @@ class UcxTransport:
         self._ucp.check(self._ucp.ucp_rkey_pack(self._context, handle, byref(packed), byref(size)), operation)
         remote_key = ctypes.string_at(packed, size.value)
         self._ucp.ucp_rkey_buffer_release(packed)
-        region = UcxRegion(handle=handle, view=view, remote_key=remote_key)
+        region = UcxRegion(handle=handle, view=view, remote_key=remote_key, nonce=self._greeter.nonce)
         self._regions.append(region)
         return region
 
@@ -149,7 +152,10 @@ class UcxTransport:
         return address
 
     def connect(self, address: bytes, *, local: Region, remote_key: bytes) -> UcxPeer:
-        """Create an endpoint; it is up when its first flush is. Raises TransportError."""
+        """Create an endpoint; it is up when its first flush is, which the right process has then answered.
+
+        Raises TransportError.
+        """
         params = api.EpParams(
             field_mask=api.EP_PARAM_FIELD_REMOTE_ADDRESS
             | api.EP_PARAM_FIELD_ERR_HANDLING_MODE
@@ -161,7 +167,12 @@ class UcxTransport:
         )
         endpoint = c_void_p()
         self._ucp.check(self._ucp.ucp_ep_create(self._worker, byref(params), byref(endpoint)), "connect")
-        access = UcxAccess(ucp=self._ucp, worker=self._worker, close=lambda peer: self._close_peers([peer]))
+        access = UcxAccess(
+            ucp=self._ucp,
+            worker=self._worker,
+            greeter=self._greeter,
+            close=lambda peer: self._close_peers([peer]),
+        )
         peer = UcxPeer(access, endpoint=endpoint, local=local, remote_key=remote_key)
         self._peers[self._next_peer] = peer
         self._next_peer += 1
@@ -242,7 +253,7 @@ class UcxTransport:
             for name, value in self._options.to_config().items():
                 status = self._ucp.ucp_config_modify(config, name.encode(), value.encode())
                 self._ucp.check(status, f"UCX option {name}={value}")
-            params = api.Params(field_mask=api.PARAM_FIELD_FEATURES, features=api.FEATURE_RMA | api.FEATURE_WAKEUP)
+            params = api.Params(field_mask=api.PARAM_FIELD_FEATURES, features=_FEATURES)
             context = c_void_p()
             status = self._ucp.ucp_init_version(api.API_MAJOR, api.API_MINOR, byref(params), config, byref(context))
             self._ucp.check(status, f"starting UCX with {self._options}")

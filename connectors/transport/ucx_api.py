@@ -29,6 +29,7 @@ ERR_LAST = -100
 
 FEATURE_RMA = 1 << 1
 FEATURE_WAKEUP = 1 << 4
+FEATURE_AM = 1 << 6
 PARAM_FIELD_FEATURES = 1 << 0
 WORKER_PARAM_FIELD_THREAD_MODE = 1 << 0
 THREAD_MODE_SERIALIZED = 1
@@ -44,8 +45,13 @@ MEM_ATTR_FIELD_ADDRESS = 1 << 0
 MEM_ATTR_FIELD_LENGTH = 1 << 1
 OP_ATTR_FIELD_FLAGS = 1 << 4
 EP_CLOSE_FLAG_FORCE = 1 << 0
+AM_HANDLER_FIELD_ID = 1 << 0
+AM_HANDLER_FIELD_CB = 1 << 2
+AM_RECV_ATTR_FIELD_REPLY_EP = 1 << 0
+AM_SEND_FLAG_REPLY = 1 << 0
 
 ErrorCallback = CFUNCTYPE(None, c_void_p, c_void_p, ctypes.c_int8)
+AmCallback = CFUNCTYPE(ctypes.c_int8, c_void_p, c_void_p, c_size_t, c_void_p, c_size_t, c_void_p)
 
 
 class Params(Structure):
@@ -144,6 +150,18 @@ class RequestParam(Structure):
     )
 
 
+class AmHandlerParam(Structure):
+    """ucp_am_handler_param_t."""
+
+    _fields_ = (("field_mask", c_uint64), ("id", c_uint), ("flags", c_uint32), ("cb", AmCallback), ("arg", c_void_p))
+
+
+class AmRecvParam(Structure):
+    """ucp_am_recv_param_t."""
+
+    _fields_ = (("recv_attr", c_uint64), ("reply_ep", c_void_p))
+
+
 _STATUS = ctypes.c_int8  # ucs_status_t is a packed enum
 _PROTOTYPES: Mapping[str, tuple[tuple[Any, ...], Any]] = {
     "ucp_config_read": ((c_char_p, c_char_p, POINTER(c_void_p)), _STATUS),
@@ -170,6 +188,11 @@ _PROTOTYPES: Mapping[str, tuple[tuple[Any, ...], Any]] = {
     "ucp_rkey_destroy": ((c_void_p,), None),
     "ucp_put_nbx": ((c_void_p, c_void_p, c_size_t, c_uint64, c_void_p, POINTER(RequestParam)), c_void_p),
     "ucp_get_nbx": ((c_void_p, c_void_p, c_size_t, c_uint64, c_void_p, POINTER(RequestParam)), c_void_p),
+    "ucp_worker_set_am_recv_handler": ((c_void_p, POINTER(AmHandlerParam)), _STATUS),
+    "ucp_am_send_nbx": (
+        (c_void_p, c_uint, c_char_p, c_size_t, c_void_p, c_size_t, POINTER(RequestParam)),
+        c_void_p,
+    ),
     "ucp_ep_flush_nbx": ((c_void_p, POINTER(RequestParam)), c_void_p),
     "ucp_request_check_status": ((c_void_p,), _STATUS),
     "ucp_request_free": ((c_void_p,), None),

@@ -1,8 +1,9 @@
 """A remote region behind a UCX endpoint: posting, flushing, failing.
 
 Owns one endpoint and its memory key, from creation by UcxTransport to end_close(). Belongs to the transport's
-thread. Where the peer's pool is mapped into this process (ucp_rkey_ptr), bytes are copied at once by a compiled
-loop; else a compiled loop posts one operation per run.
+thread. Nothing is posted before the process behind the endpoint has proved to be the key's (ucx_greeting.py). Where
+the peer's pool is mapped into this process (ucp_rkey_ptr), bytes are copied at once by a compiled loop; else a
+compiled loop posts one operation per run.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import ctypes
 import dataclasses
 from collections.abc import Callable
 from ctypes import byref, c_void_p
+from typing import NamedTuple
 
 import msgpack
 import numpy as np
@@ -18,16 +20,17 @@ import numpy as np
 from blockferry.connectors.base import ByteArray, Int64Array, Region, TransportError
 from blockferry.connectors.transport import native_loops as loops
 from blockferry.connectors.transport import ucx_api as api
+from blockferry.connectors.transport.ucx_greeting import Greeter
 
 
 class UcxRegion:
     """Memory registered with UCX. Dies with its transport: its view must not be used after close()."""
 
-    def __init__(self, *, handle: c_void_p, view: ByteArray, remote_key: bytes) -> None:
+    def __init__(self, *, handle: c_void_p, view: ByteArray, remote_key: bytes, nonce: bytes) -> None:
         self.handle = handle
         self.base = view.ctypes.data
         self._view = view
-        self._key: bytes = msgpack.packb([self.base, view.nbytes, remote_key])
+        self._key: bytes = msgpack.packb([self.base, view.nbytes, remote_key, nonce])
 
     @property
     def view(self) -> ByteArray:
@@ -36,7 +39,7 @@ class UcxRegion:
 
     @property
     def key(self) -> bytes:
-        """Base address, size and UCX's packed key."""
+        """Base address, size, UCX's packed key and the nonce of the process."""
         return self._key
 
 
@@ -46,19 +49,33 @@ class UcxAccess:
 
     ucp: api.Ucp
     worker: c_void_p
+    greeter: Greeter
     close: Callable[[UcxPeer], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Move:
+    """One write() or read(), checked."""
+
+    is_write: bool
+    local_offsets: Int64Array  # [R]
+    remote_offsets: Int64Array  # [R]
+    lengths: Int64Array  # [R]
 
 
 class UcxFlush:
     """A flush in progress; owned by its peer, which frees it when it closes."""
 
-    def __init__(self, peer: UcxPeer, request: int | None) -> None:
+    def __init__(self, peer: UcxPeer) -> None:
         self._peer = peer
-        self.request = request  # None: complete
+        self._has_begun = False
+        self.request: int | None = None  # of UCX, once it has begun; None then: complete
 
     def poll(self) -> bool:
         """True when every operation has landed. Raises TransportError."""
         self._peer.check_alive("flush")
+        if not self._has_begun and not self.begin():
+            return False
         if self.request is None:
             return True
         status = self._peer.request_status(self.request)
@@ -67,6 +84,14 @@ class UcxFlush:
         self._peer.forget(self)
         self._peer.check(status, "flush")
         return True
+
+    def begin(self) -> bool:
+        """Hand the flush to UCX if the connection is up; whether it has begun. Raises TransportError."""
+        if self._peer.is_up():
+            self.request = self._peer.post_flush()
+            self._has_begun = True
+            self._peer.keep(self)
+        return self._has_begun
 
 
 class UcxPeer:
@@ -80,7 +105,7 @@ class UcxPeer:
         self._failure = ""
         self._is_closed = False
         self._local_base, self._local_bytes = local.view.ctypes.data, local.view.nbytes
-        self._remote_base, self._remote_bytes, packed = _unpack_key(remote_key)
+        self._remote_base, self._remote_bytes, packed, nonce = _unpack_key(remote_key)
         self._rkey = c_void_p()
         self.check(self._ucp.ucp_ep_rkey_unpack(endpoint, packed, byref(self._rkey)), "unpacking the memory key")
         mapped = c_void_p()
@@ -96,6 +121,8 @@ class UcxPeer:
         self._handles[loops.PROGRESS] = self._ucp.address_of("ucp_worker_progress")
         self._handles[loops.WORKER] = access.worker.value or 0
         self._handles[loops.FREE] = self._ucp.address_of("ucp_request_free")
+        self._waiting: list[_Move] = []  # for the connection to be up
+        self._greeting = access.greeter.greet(endpoint, nonce)
 
     @property
     def is_direct(self) -> bool:
@@ -104,30 +131,34 @@ class UcxPeer:
 
     def write(self, local_offsets: Int64Array, remote_offsets: Int64Array, lengths: Int64Array) -> None:
         """Post writes; copies at once where the peer is direct. Raises TransportError, ValueError."""
-        local_offsets, remote_offsets, lengths = self._checked(local_offsets, remote_offsets, lengths)
-        if self._mapped_base is not None:
-            loops.copy_runs(self._mapped_base, self._local_base, remote_offsets, local_offsets, lengths)
-        else:
-            self._post("ucp_put_nbx", local_offsets, remote_offsets, lengths)
+        self._post(self._checked(local_offsets, remote_offsets, lengths, is_write=True))
 
     def read(self, local_offsets: Int64Array, remote_offsets: Int64Array, lengths: Int64Array) -> None:
         """Post reads; copies at once where the peer is direct. Raises TransportError, ValueError."""
-        local_offsets, remote_offsets, lengths = self._checked(local_offsets, remote_offsets, lengths)
-        if self._mapped_base is not None:
-            loops.copy_runs(self._local_base, self._mapped_base, local_offsets, remote_offsets, lengths)
-        else:
-            self._post("ucp_get_nbx", local_offsets, remote_offsets, lengths)
+        self._post(self._checked(local_offsets, remote_offsets, lengths, is_write=False))
 
     def flush(self) -> UcxFlush:
         """Begin a flush; also what brings the connection up. Raises TransportError."""
         self.check_alive("flush")
-        pointer = self._ucp.ucp_ep_flush_nbx(self._endpoint, byref(self._param))
+        flush = UcxFlush(self)
+        flush.begin()
+        return flush
+
+    def is_up(self) -> bool:
+        """Whether the peer has proved to be itself; then all that waited for it is posted. Raises TransportError."""
+        if not self._greeting.is_answered():
+            return False
+        waiting, self._waiting = self._waiting, []
+        for move in waiting:
+            self._run(move)
+        return True
+
+    def post_flush(self) -> int | None:
+        """UCX's request for a flush of what was posted; None: there is nothing to wait for. Raises TransportError."""
+        pointer: int | None = self._ucp.ucp_ep_flush_nbx(self._endpoint, byref(self._param))
         status = api.pointer_status(pointer)
         self.check(status, "flush")
-        flush = UcxFlush(self, pointer if status == api.IN_PROGRESS else None)
-        if flush.request is not None:
-            self._flushes.add(flush)
-        return flush
+        return pointer if status == api.IN_PROGRESS else None
 
     def close(self) -> None:
         """Drop the connection within the transport's close_timeout_s. Idempotent."""
@@ -152,6 +183,11 @@ class UcxPeer:
         status: int = self._ucp.ucp_request_check_status(request)
         return status
 
+    def keep(self, flush: UcxFlush) -> None:
+        """Own a flush that is under way."""
+        if flush.request is not None:
+            self._flushes.add(flush)
+
     def forget(self, flush: UcxFlush) -> None:
         """Free a completed flush."""
         self._ucp.ucp_request_free(flush.request)
@@ -171,29 +207,51 @@ class UcxPeer:
         """Release what the endpoint used, once it is gone."""
         for flush in list(self._flushes):
             self.forget(flush)
+        self._waiting.clear()
         self._ucp.ucp_rkey_destroy(self._rkey)
         self._mapped_base = None
 
     def _checked(
-        self, local_offsets: Int64Array, remote_offsets: Int64Array, lengths: Int64Array
-    ) -> tuple[Int64Array, Int64Array, Int64Array]:
+        self, local_offsets: Int64Array, remote_offsets: Int64Array, lengths: Int64Array, *, is_write: bool
+    ) -> _Move:
         self.check_alive("post")
         _check_bounds("local", local_offsets, lengths, self._local_bytes)
         _check_bounds("remote", remote_offsets, lengths, self._remote_bytes)
         local_offsets, remote_offsets, lengths = map(np.ascontiguousarray, (local_offsets, remote_offsets, lengths))
-        return local_offsets, remote_offsets, lengths
+        return _Move(is_write=is_write, local_offsets=local_offsets, remote_offsets=remote_offsets, lengths=lengths)
 
-    def _post(self, function: str, local: Int64Array, remote: Int64Array, lengths: Int64Array) -> None:
-        self._handles[loops.FUNCTION] = self._ucp.address_of(function)
-        self.check(loops.post_runs(self._handles, local, remote, lengths), function)
+    def _post(self, move: _Move) -> None:
+        if self.is_up():
+            self._run(move)
+        else:
+            self._waiting.append(move)
+
+    def _run(self, move: _Move) -> None:
+        local, remote, lengths = move.local_offsets, move.remote_offsets, move.lengths
+        if self._mapped_base is None:
+            function = "ucp_put_nbx" if move.is_write else "ucp_get_nbx"
+            self._handles[loops.FUNCTION] = self._ucp.address_of(function)
+            self.check(loops.post_runs(self._handles, local, remote, lengths), function)
+        elif move.is_write:
+            loops.copy_runs(self._mapped_base, self._local_base, remote, local, lengths)
+        else:
+            loops.copy_runs(self._local_base, self._mapped_base, local, remote, lengths)
 
 
-def _unpack_key(remote_key: bytes) -> tuple[int, int, bytes]:
+class _Key(NamedTuple):
+    """UcxRegion.key, taken apart."""
+
+    base: int
+    num_bytes: int
+    packed: bytes
+    nonce: bytes
+
+
+def _unpack_key(remote_key: bytes) -> _Key:
     try:
-        base, num_bytes, packed = msgpack.unpackb(remote_key)
+        return _Key(*msgpack.unpackb(remote_key))
     except (ValueError, TypeError) as error:
         raise TransportError(f"a memory key of {len(remote_key)} bytes is not one of UCX pools: {error}") from error
-    return base, num_bytes, packed
 
 
 def _check_bounds(side: str, offsets: Int64Array, lengths: Int64Array, num_bytes: int) -> None:

@@ -1,6 +1,7 @@
 """What every transport must do, over loopback, UCX shared memory and UCX TCP (far ends of UCX are processes)."""
 
 import contextlib
+import socket
 import threading
 import time
 
@@ -280,5 +281,55 @@ def test_processes_of_one_host_use_shared_memory_where_it_is_allowed(kind, is_di
         far, near = fabric.far(), fabric.near()
         peer = near.connect(far.address, local=near.allocate(4096), remote_key=far.key)
         assert peer.is_direct is is_direct
+    finally:
+        fabric.close()
+
+
+@pytest.mark.ucx
+def test_a_process_that_took_a_dead_ones_port_is_never_written_to():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    # one interface, so that one port is the whole address
+    options = {"net_device": "lo", "extra": {"TCP_PORT_RANGE": f"{port}-{port}"}}
+    old = ProcessEnd(("tcp", "self"), **options)
+    old.kill()
+    new = ProcessEnd(("tcp", "self"), **options)
+    near = Fabric("ucx-tcp").near()
+    try:
+        region = near.allocate(NUM_BYTES)
+        region.view[:] = 1
+        peer = near.connect(old.address, local=region, remote_key=old.key)
+        peer.write(offsets(0), offsets(0), offsets(NUM_BYTES))
+        with pytest.raises(TransportError, match="was replaced"):
+            finish(near, peer.flush())
+        peer.close()
+        assert not new.view().any()
+        again = near.connect(new.address, local=region, remote_key=new.key)
+        again.write(offsets(0), offsets(0), offsets(100))
+        finish(near, again.flush())
+        assert new.view().sum() == 100
+    finally:
+        near.close()
+        new.close()
+        old.close()
+
+
+@pytest.mark.ucx
+def test_nothing_is_written_before_the_far_end_has_answered():
+    fabric = Fabric("ucx-shm")
+    try:
+        far, near = fabric.far(), fabric.near()
+        region = near.allocate(NUM_BYTES)
+        region.view[:] = 1
+        far.freeze()
+        peer = near.connect(far.address, local=region, remote_key=far.key)
+        peer.write(offsets(0), offsets(0), offsets(NUM_BYTES))
+        flush = peer.flush()
+        for _ in range(20):
+            near.wait(0.01)
+            assert not flush.poll()
+        peer.close()
+        far.thaw()
+        assert not far.view().any()
     finally:
         fabric.close()

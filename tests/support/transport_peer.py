@@ -36,10 +36,10 @@ def _serve(transport, region, pipe):
         pipe.send(region.view.tobytes() if verb == "view" else os.times().user + os.times().system)
 
 
-def _process(pipe, transports):
+def _process(pipe, options):
     from blockferry.connectors.transport.ucx import UcxOptions, UcxTransport
 
-    transport = UcxTransport(UcxOptions(transports=transports))
+    transport = UcxTransport(UcxOptions(**options))
     region = transport.allocate(NUM_BYTES)
     pipe.send((transport.address, region.key))
     with contextlib.suppress(EOFError, BrokenPipeError):
@@ -95,11 +95,11 @@ class ThreadEnd(FarEnd):
 
 
 class ProcessEnd(FarEnd):
-    def __init__(self, transports):
+    def __init__(self, transports, **options):
         context = multiprocessing.get_context("spawn")
         near, far = context.Pipe()
         super().__init__(near)
-        self._process = context.Process(target=_process, args=(far, transports), daemon=True)
+        self._process = context.Process(target=_process, args=(far, options | {"transports": transports}), daemon=True)
         self._process.start()
         far.close()
         if not near.poll(60):
@@ -112,6 +112,9 @@ class ProcessEnd(FarEnd):
 
     def freeze(self):
         os.kill(self._process.pid, signal.SIGSTOP)
+
+    def thaw(self):
+        os.kill(self._process.pid, signal.SIGCONT)
 
     def close(self):
         if self._process.is_alive():
