@@ -1,4 +1,4 @@
-"""The only Ray actors: thin shells that put a scheduler, a worker rank or the HTTP server into a process.
+"""The only Ray actors: thin shells that put a scheduler, a rank, the HTTP server or a benchmark's end into a process.
 
 Ray places them, names them and sees them die; steps and requests travel over ZeroMQ between them. Every actor
 has a blocking run() whose end is the actor's end, so that whoever holds its reference sees it die.
@@ -20,7 +20,7 @@ from typing import Any
 
 import ray
 
-from blockferry.cluster.placement import interface_of
+from blockferry.cluster.interfaces import interface_of
 from blockferry.cluster.scheduler_host import SchedulerSettings, build_loop
 from blockferry.cluster.scheduler_loop import SchedulerLoop
 from blockferry.cluster.sockets import Endpoints
@@ -238,6 +238,20 @@ class ApiActor:
     def shutdown(self) -> None:
         """End run() soon."""
         self._server.stop()
+
+
+class TransferEndActor:
+    """One rank's end of `bench transfer`."""
+
+    def __init__(self) -> None:
+        from blockferry.cluster.bench.transfer_end import EndServer
+
+        _log_to_stderr()
+        self._server = EndServer(_address())
+
+    def answer(self, verb: str, arguments: Sequence[Any]) -> Any:
+        """See EndServer.answer."""
+        return self._server.answer(verb, arguments)
 
 
 def _log_to_stderr() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from blockferry.cluster import cli_output
+from blockferry.cluster.cli_bench_options import JsonTarget, PlotFile, one_line_errors
+from blockferry.cluster.cli_transfer import TRANSFER_HELP_END, bench_transfer
 from blockferry.cluster.launch_progress import Progress
 from blockferry.cluster.shipped import find_config
-from blockferry.cluster.yaml_reader import parse_size
-from blockferry.connectors.base import TransportError
 from blockferry.engine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Measure the ledger, transfers and a server.", no_args_is_help=True)
 
-PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
-
 _KV_HELP_END = (
     "--json writes one document: command, version, machine and results, each with name, params, value (the median of "
     "runs), unit and runs.\n\n"
@@ -34,54 +30,6 @@ _KV_HELP_END = (
     "prefill: tokens, shared (cached share of the prompt), groups, mix, block_size. churn: blocks, requests, groups, "
     "mix, block_size. pool_start: blocks, groups. pool_bytes: blocks, groups, block_size."
 )
-
-
-def check_json_target(target: str | None) -> str | None:
-    """Refuse a --json FILE that cannot be written, before anything is measured."""
-    if target not in {None, "-"}:
-        _check_writable(Path(str(target)))
-    return target
-
-
-def check_plot_file(file: Path | None) -> Path | None:
-    """Refuse a --plot FILE that cannot be drawn, before anything is measured."""
-    if file is None:
-        return None
-    _check_writable(file)
-    if file.suffix.lower() not in PICTURE_SUFFIXES:
-        raise typer.BadParameter(f"{file} does not end in one of {', '.join(PICTURE_SUFFIXES)}; name a picture")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter("drawing needs matplotlib; install blockferry[plot]")
-    return file
-
-
-def _check_writable(file: Path) -> None:
-    """Try it where the file does not exist, and leave nothing behind."""
-    if file.is_dir():
-        raise typer.BadParameter(f"{file} is a directory; name a file in it")
-    if file.exists():
-        if not os.access(file, os.W_OK):
-            raise typer.BadParameter(f"{file} cannot be written; name another file")
-        return
-    try:
-        file.touch()
-    except OSError as error:
-        raise typer.BadParameter(f"{file} cannot be written: {error.strerror}; name another file") from None
-    file.unlink()
-
-
-JsonTarget = Annotated[
-    str | None,
-    typer.Option(
-        "--json",
-        metavar="[FILE]",
-        callback=check_json_target,
-        help="Write results as JSON to FILE; without FILE, to stdout.",
-    ),
-]
-PlotFile = Annotated[
-    Path | None, typer.Option("--plot", metavar="FILE.png", callback=check_plot_file, help="Draw the results.")
-]
 
 
 def fill_json_target(arguments: list[str]) -> list[str]:
@@ -125,7 +73,7 @@ def bench_serve(  # noqa: PLR0913, PLR0917 - one parameter per option
     loops += [(one, None) for one in concurrency or ([] if rate else [1, 8, 32])]
     if is_against_ceiling and config is None:
         raise ConfigError("--ceiling", "needs --config, which tells the model, its dtype and its threads")
-    with _one_line_errors(), contextlib.ExitStack() as stack:
+    with one_line_errors(), contextlib.ExitStack() as stack:
         served = None if config is None else stack.enter_context(_served(find_config(config)))
         configs = [
             ServeBenchConfig(
@@ -159,46 +107,16 @@ def bench_kv(
     from blockferry.cluster.bench.kv import KvBenchConfig, run_kv_bench
     from blockferry.cluster.bench.report import Plot, emit
 
-    with cli_output.progress_bar() as report, _one_line_errors():
+    with cli_output.progress_bar() as report, one_line_errors():
         measured = run_kv_bench(
             KvBenchConfig(num_runs=num_runs), lambda name: report(Progress(phase=name, done=0, total=1))
         )
     names = ("decode_step", "scheduler_step")
-    with _one_line_errors():
+    with one_line_errors():
         emit(measured, json_target=json_target, plot=None if plot is None else Plot(path=plot, x="rows", names=names))
 
 
-@app.command("transfer")
-def bench_transfer(  # noqa: PLR0913, PLR0917 - one parameter per option
-    path: Annotated[list[str] | None, typer.Option(help="shm or tcp; repeat for more. Default: all.")] = None,
-    pattern: Annotated[list[str] | None, typer.Option(help="contiguous or scattered.")] = None,
-    mode: Annotated[list[str] | None, typer.Option(help="push or pull.")] = None,
-    piece: Annotated[list[str] | None, typer.Option(help="Size of a block, such as 64KiB.")] = None,
-    size: Annotated[str, typer.Option(help="Of one transfer.")] = "64MiB",
-    num_runs: Annotated[int, typer.Option(min=1, help="Repetitions; the median counts.")] = 5,
-    time_limit: Annotated[float, typer.Option(min=1.0, help="Seconds after which no new case starts.")] = 300.0,
-    json_target: JsonTarget = None,
-    plot: PlotFile = None,
-) -> None:
-    """Ferry blocks between two processes over UCX and compare with what memory and sockets allow."""
-    from blockferry.cluster.bench.report import emit
-    from blockferry.cluster.bench.transfer import MODES, PATHS, PATTERNS, PIECE_SIZES, plot_of, run_transfer_bench
-
-    with cli_output.progress_bar() as report, _one_line_errors():
-        measured = run_transfer_bench(
-            paths=path or PATHS,
-            patterns=pattern or PATTERNS,
-            modes=mode or MODES,
-            piece_sizes=[parse_size("--piece", _number_or_text(one)) for one in piece or []] or PIECE_SIZES,
-            num_bytes=parse_size("--size", _number_or_text(size)),
-            num_runs=num_runs,
-            time_limit_s=time_limit,
-            on_case=lambda case, number, total: report(
-                Progress(phase=" ".join(str(value) for value in case.params().values()), done=number, total=total)
-            ),
-        )
-    with _one_line_errors():
-        emit(measured, json_target=json_target, plot=None if plot is None else plot_of(plot))
+app.command("transfer", epilog=TRANSFER_HELP_END)(bench_transfer)
 
 
 @contextlib.contextmanager
@@ -218,16 +136,3 @@ def _linear_ceiling(served: Running) -> CeilingRows:
     from blockferry.cluster.bench.ceiling import LinearCeiling
 
     return LinearCeiling(served.config)
-
-
-@contextlib.contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """A benchmark's refusal of its options, or of the moment, as an error of the command."""
-    try:
-        yield
-    except (ValueError, TransportError) as error:
-        raise ConfigError("", str(error)) from None
-
-
-def _number_or_text(value: str) -> int | str:
-    return int(value) if value.isdigit() else value

@@ -10,9 +10,6 @@ release() speak to Ray.
 from __future__ import annotations
 
 import dataclasses
-import fcntl
-import socket
-import struct
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,7 +22,6 @@ from blockferry.engine.config import DeploymentConfig, InstanceConfig, Role
 from blockferry.engine.errors import BlockferryError
 
 RESERVE_TIMEOUT_S = 20.0
-_SIOCGIFADDR = 0x8915
 
 Resources = Mapping[str, float]
 
@@ -173,20 +169,6 @@ def release(groups: Mapping[str, PlacementGroup]) -> None:
     """Give reservations back."""
     for group in groups.values():
         remove_placement_group(group)
-
-
-def interface_of(address: str) -> str:
-    """Network interface that carries an IPv4 address; empty when none does."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError:
-                continue  # an interface without an IPv4 address
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return ""
 
 
 def _words(resources: Resources) -> str:

@@ -174,6 +174,13 @@ class PdWorker:
             logger.warning("the transfer thread of %s does not end; it is left behind", self._name)
 
     @property
+    def cpu_s(self) -> float:
+        """Processor time that the transfer thread has taken; endpoint() must have started it, close() not ended it."""
+        assert self._thread is not None, "endpoint() comes first"
+        assert self._thread.ident is not None, self._name
+        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
+
+    @property
     def _name(self) -> str:
         return f"{self._identity.instance_id}[rank {self._identity.rank}]"
 

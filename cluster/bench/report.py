@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -57,6 +58,7 @@ class Report:
 
     command: str  # "bench serve"
     results: Sequence[Result]
+    columns: Sequence[str] = ()  # names that stand side by side in the table, one row per parameters; none: see there
 
     def to_json(self) -> dict[str, Any]:
         """The whole document."""
@@ -76,33 +78,60 @@ class Report:
             Path(target).write_text(text, encoding="utf-8")
 
     def print_table(self, console: Console | None = None) -> None:
-        """Print one row per result; parameters of one value only stand in the caption, many others share a column."""
+        """Print one row per result, or per set of parameters where `columns` names what stands side by side.
+
+        Parameters of one value only stand in the caption, many others share a column.
+        """
         every = list(dict.fromkeys(key for result in self.results for key in result.params))
         values = {key: {result.params[key] for result in self.results if key in result.params} for key in every}
-        columns = [key for key in every if len(values[key]) > 1]
+        varying = [key for key in every if len(values[key]) > 1]
         shared = {key: next(iter(values[key])) for key in every if len(values[key]) == 1}
         caption = ", ".join(f"{key} {_cell(value)}" for key, value in shared.items() if value is not None)
-        table = Table(title=f"blockferry {self.command}", caption=caption)
-        is_wide = len(columns) > MAX_PARAM_COLUMNS
-        for heading in ["name", *(["parameters"] if is_wide else columns)]:
+        title = f"blockferry {self.command}"
+        if self.columns:
+            table = Table(title=title, caption=caption, box=SIMPLE_HEAD, padding=0)
+            self._add_wide_rows(table, varying)
+        else:
+            table = Table(title=title, caption=caption)
+            self._add_rows(table, varying)
+        (console or Console()).print(table)
+
+    def _add_rows(self, table: Table, varying: Sequence[str]) -> None:
+        is_wide = len(varying) > MAX_PARAM_COLUMNS
+        for heading in ["name", *(["parameters"] if is_wide else varying)]:
             table.add_column(heading, no_wrap=heading == "name")
         table.add_column("value", justify="right", no_wrap=True)
         table.add_column("unit", no_wrap=True)
         for result in self.results:
-            cells = {column: _cell(result.params.get(column)) for column in columns}
+            cells = {column: _cell(result.params.get(column)) for column in varying}
             joined = ", ".join(f"{column} {cell}" for column, cell in cells.items() if cell)
             table.add_row(result.name, *([joined] if is_wide else cells.values()), f"{result.value:,.4g}", result.unit)
-        (console or Console()).print(table)
+
+    def _add_wide_rows(self, table: Table, varying: Sequence[str]) -> None:
+        units = {result.name: result.unit for result in self.results}
+        names = [name for name in self.columns if name in units]
+        for heading in varying:
+            table.add_column(heading)
+        for name in names:
+            table.add_column(name if units[name] == "1" else f"{name}\n{units[name]}", justify="right")
+        rows: dict[tuple[str, ...], dict[str, str]] = {}
+        for result in self.results:
+            cells = tuple(_cell(result.params.get(key)) for key in varying)
+            rows.setdefault(cells, {})[result.name] = f"{result.value:,.4g}"
+        for cells, by_name in rows.items():
+            table.add_row(*cells, *(by_name.get(name, "") for name in names))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
-    """Line charts, one below the other for each unit; x is a parameter, lines differ in name or parameters."""
+    """Line charts, one below the other for each unit and panel; x is a parameter, lines differ in name or others."""
 
     path: Path
     x: str
     series: str = ""  # the parameter that tells lines apart; "": every one that differs among a name's results
+    panel: str = ""  # a parameter with a chart of its own for every value
     names: tuple[str, ...] = ()  # results to draw; all when empty
+    dashed: str = ""  # the name whose lines are dashed, in the colour of the others with the same parameters
     is_log_x: bool = True
     title: str = ""
 
@@ -115,27 +144,44 @@ class Plot:
             from matplotlib.figure import Figure  # a heavy import, only for --plot
         except ImportError as error:
             raise ValueError("--plot needs matplotlib; install blockferry[plot]") from error
-        units = list(dict.fromkeys(result.unit for result in chosen))
-        figure = Figure(figsize=(8, 1 + 3.5 * len(units)), layout="constrained")
-        for axes, unit in zip(figure.subplots(len(units), squeeze=False).flat, units):
-            for label, line in self._lines([result for result in chosen if result.unit == unit]).items():
-                points = sorted((float(r.params[self.x] or 0), r.value) for r in line)
-                axes.plot([p[0] for p in points], [p[1] for p in points], marker="o", label=label)
-            if self.is_log_x:
-                axes.set_xscale("log", base=2)
-            axes.set_xlabel(self.x)
+        charts: dict[tuple[ParamValue, str], list[Result]] = {}
+        for result in chosen:
+            charts.setdefault((result.params.get(self.panel), result.unit), []).append(result)
+        figure = Figure(figsize=(9, 1 + 3.5 * len(charts)), layout="constrained")
+        for axes, ((panel, unit), members) in zip(figure.subplots(len(charts), squeeze=False).flat, charts.items()):
+            self._draw_chart(axes, members)
             axes.set_ylabel(unit)
-            axes.grid(visible=True, alpha=0.3)
-            axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+            axes.set_title(str(panel or ""))
         figure.suptitle(self.title)
         figure.savefig(self.path, dpi=120)
 
-    def _lines(self, results: Sequence[Result]) -> dict[str, list[Result]]:
-        lines: dict[str, list[Result]] = {}
+    def _draw_chart(self, axes: Any, members: Sequence[Result]) -> None:
+        colours: dict[str, str] = {}
+        for (name, rest), line in self._lines(members).items():
+            key = rest if self.dashed else f"{name} {rest}"
+            points = sorted((float(result.params[self.x] or 0), result.value) for result in line)
+            axes.plot(
+                [x for x, _ in points],
+                [y for _, y in points],
+                marker="o",
+                color=colours.setdefault(key, f"C{len(colours)}"),
+                linestyle="--" if name == self.dashed else "-",
+                label=f"{name} {rest}".strip(),
+            )
+        if self.is_log_x:
+            axes.set_xscale("log", base=2)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel(self.x)
+        axes.grid(visible=True, alpha=0.3)
+        axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+
+    def _lines(self, results: Sequence[Result]) -> dict[tuple[str, str], list[Result]]:
+        """Results by their name and the values that tell its lines apart."""
+        lines: dict[tuple[str, str], list[Result]] = {}
         for result in results:
             keys = [self.series] if self.series else self._varying(results, result.name)
-            label = " ".join([result.name, *(str(result.params.get(key, "")) for key in keys)]).strip()
-            lines.setdefault(label, []).append(result)
+            rest = " ".join(str(result.params.get(key, "")) for key in keys)
+            lines.setdefault((result.name, rest), []).append(result)
         return lines
 
     def _varying(self, results: Sequence[Result], name: str) -> list[str]:

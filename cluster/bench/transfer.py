@@ -1,32 +1,100 @@
-"""`bench transfer`: KV blocks between the pools of two processes, against the ceiling of the same moment.
+"""`bench transfer`: KV blocks between pools of two processes or two nodes, against the ceiling of the same moment.
 
-Every case is a path (shm, tcp), a pattern of blocks (contiguous, scattered), a piece size (one page) and a mode
-(push, pull). Transfers run through PdWorker with real block tables; every byte is checked after every run.
-Ceilings alternate with the runs: a compiled memcpy of the same runs in one process for shm, a plain socket that
-sends the same pieces for tcp. Only loopback addresses are targets.
+Every case is a path (shm, tcp), a pattern of blocks (contiguous, scattered), a piece size and a mode (push, pull),
+or the blocks of a model in place of pieces. Transfers run through PdWorkers with real block tables, one per rank of
+each side; every byte is checked after every run. Ceilings alternate with the runs: shm is held against a compiled
+memcpy of the same runs in the process that moves them, tcp against the better of two plain sockets (see
+plain_socket.py). Knows neither processes nor Ray: ends are given.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from blockferry.cluster.bench.report import Plot, Report, Result
-from blockferry.cluster.bench.transfer_peer import FAR, NEAR, TRANSPORTS, Check, End, FarEnd, make_layout, send_plain
-from blockferry.connectors.base import Int32Array, TransferCommand, TransferMode, TransferPart, TransportError
-from blockferry.connectors.layout import intersect_runs
-from blockferry.connectors.transport.native_loops import copy_runs
+from blockferry.cluster.bench.plain_socket import Sending, Timed
+from blockferry.cluster.bench.report import ParamValue, Plot, Report, Result
+from blockferry.cluster.bench.transfer_end import DST, SRC, TRANSPORTS, Opening
+from blockferry.cluster.bench.transfer_links import EndLink, Ends, ask_all
+from blockferry.cluster.bench.transfer_pools import (
+    Amount,
+    Blocks,
+    Shape,
+    Side,
+    choose_blocks,
+    model_shape,
+    page_bytes,
+    piece_shape,
+)
+from blockferry.connectors.base import PoolLayout, TransferCommand, TransferMode, TransferPart, TransportError
 
 PATHS = tuple(TRANSPORTS)
 PATTERNS = ("contiguous", "scattered")
 MODES = tuple(str(mode) for mode in TransferMode)
 PIECE_SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
+SIZE = Amount(num_bytes=64 << 20)
+USUAL = Side()
 GIB = float(1 << 30)
+COLUMNS = ("transfer", "ceiling", "ratio", "block_time", "cpu")
 _DEADLINE_S = 60.0
+_LEAD_S = 0.02  # between a command and its start where several ranks must start together
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TransferBenchConfig:
+    """What to measure."""
+
+    paths: Sequence[str] = ()  # none: all that the ends' places allow
+    patterns: Sequence[str] = PATTERNS
+    modes: Sequence[str] = MODES
+    piece_sizes: Sequence[int] = PIECE_SIZES
+    amount: Amount = SIZE  # of one transfer
+    src: Side = USUAL
+    dst: Side = USUAL
+    model: str = ""  # its blocks instead of pieces
+    model_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # config.json
+    net_device: str = ""  # "": UCX chooses
+    num_runs: int = 5
+    time_limit_s: float = 300.0  # no case starts after it
+    where: Mapping[str, ParamValue] = dataclasses.field(default_factory=dict)  # further parameters of every result
+
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        _check_choice("path", self.paths, PATHS)
+        _check_choice("pattern", self.patterns, PATTERNS)
+        _check_choice("mode", self.modes, MODES)
+        if self.num_runs < 1:
+            raise ValueError(f"num_runs={self.num_runs} measures nothing; use 1 or more")
+        for _ in self.shapes():
+            pass
+
+    def shapes(self) -> Iterator[tuple[int, Shape]]:
+        """Bytes of a piece (or of a model's block) and the pools. Raises ValueError."""
+        if self.model:
+            shape = model_shape(self.model_config, self.amount, self.src, self.dst)
+            yield page_bytes(shape.src), shape
+            return
+        for piece_bytes in self.piece_sizes:
+            yield piece_bytes, piece_shape(piece_bytes, self.amount, self.src, self.dst)
+
+    def params(self) -> dict[str, ParamValue]:
+        """Parameters of every case, as far as they are not the usual ones."""
+        both = {
+            "tp": (self.src.tp_size, self.dst.tp_size),
+            "layout": (self.src.order, self.dst.order),
+            "block_size": (self.src.block_size, self.dst.block_size),
+        }
+        usual = {"tp": USUAL.tp_size, "layout": USUAL.order, "block_size": USUAL.block_size}
+        params: dict[str, ParamValue] = {
+            name: f"{src}:{dst}" for name, (src, dst) in both.items() if (src, dst) != (usual[name],) * 2
+        }
+        if self.model:
+            params["model"] = self.model
+        return params | dict(self.where)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,150 +106,199 @@ class Case:
     piece_bytes: int
     mode: str
 
-    def params(self) -> dict[str, str | int]:
+    def params(self) -> dict[str, ParamValue]:
         """The case as result parameters."""
         return dataclasses.asdict(self)
 
+    @property
+    def is_push(self) -> bool:
+        """Whether the source moves the bytes."""
+        return self.mode == TransferMode.PUSH
+
+
+OnCase = Callable[[Case, int, int], None]
+
+
+def run_transfer_bench(config: TransferBenchConfig, ends: Ends, on_case: OnCase = lambda *_: None) -> Report:
+    """Measure every combination between `ends`, which stay open; the median of num_runs counts.
+
+    `on_case(case, number, total)` is called before each case. Raises ValueError for shm between hosts,
+    TransportError when a transfer fails, a byte is wrong or an end is lost.
+    """
+    started_s = time.monotonic()
+    paths = _possible_paths(config.paths, ends)
+    shapes = list(config.shapes())
+    total = len(paths) * len(shapes) * len(config.patterns) * len(config.modes)
+    results: list[Result] = []
+    number = 0
+    for path in paths:
+        for piece_bytes, shape in shapes:
+            if time.monotonic() - started_s > config.time_limit_s:
+                break
+            with _Bench(config, ends, path, shape) as bench:  # cases of one path and shape share their pools
+                for pattern in config.patterns:
+                    for mode in config.modes:
+                        case = Case(path=path, pattern=pattern, piece_bytes=piece_bytes, mode=mode)
+                        number += 1
+                        on_case(case, number, total)
+                        results += bench.run(case)
+    return Report(command="bench transfer", results=results, columns=COLUMNS)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Blocks:
-    """Which blocks of the source go to which of the destination."""
+class _Run:
+    """One measured transfer and the ceilings beside it."""
 
-    src: Int32Array
-    dst: Int32Array
-
-
-def run_transfer_bench(  # noqa: PLR0913  the command's options
-    *,
-    paths: Sequence[str] = PATHS,
-    patterns: Sequence[str] = PATTERNS,
-    piece_sizes: Sequence[int] = PIECE_SIZES,
-    modes: Sequence[str] = MODES,
-    num_bytes: int = 64 << 20,
-    num_runs: int = 5,
-    time_limit_s: float = 300.0,
-    on_case: Callable[[Case, int, int], None] | None = None,
-) -> Report:
-    """Measure every combination; `num_bytes` per transfer, the median of num_runs.
-
-    Starts no new case after time_limit_s. `on_case(case, number, total)` is called before each case. Raises
-    ValueError for an unknown path, pattern or mode or a piece larger than num_bytes, TransportError when a
-    transfer fails or a byte is wrong.
-    """
-    _check_choice("path", paths, PATHS)
-    _check_choice("pattern", patterns, PATTERNS)
-    _check_choice("mode", modes, MODES)
-    if num_runs < 1:
-        raise ValueError(f"num_runs={num_runs} measures nothing; use 1 or more")
-    if piece_sizes and max(piece_sizes) > num_bytes:
-        raise ValueError(f"piece_bytes={max(piece_sizes)} is larger than num_bytes={num_bytes}, one transfer's size")
-    cases = [
-        [Case(path=path, pattern=pattern, piece_bytes=piece, mode=mode) for pattern in patterns for mode in modes]
-        for path in paths
-        for piece in piece_sizes
-    ]
-    total = sum(len(group) for group in cases)
-    started_s = time.monotonic()
-    results: list[Result] = []
-    far = FarEnd()
-    try:
-        for group in cases:  # cases of one path and piece size share their pools
-            if not group or time.monotonic() - started_s > time_limit_s:
-                continue
-            with _Bench(far, group[0], num_bytes) as bench:
-                for case in group:
-                    if on_case is not None:
-                        on_case(case, len(results) // 3 + 1, total)
-                    results += bench.run(case, num_runs)
-    finally:
-        far.close()
-    return Report(command="bench transfer", results=results)
+    speed: float  # GiB/s
+    cpu_s_per_gib: float  # of all ranks of both sides
+    block_us: float  # per block of the source
+    ceilings: Mapping[str, float]  # GiB/s by name
 
 
 class _Bench:
-    """Two connected pools of one path and piece size. A context manager."""
+    """Connected pools of one path and shape. A context manager."""
 
-    def __init__(self, far: FarEnd, case: Case, num_bytes: int) -> None:
-        self._num_pieces = num_bytes // case.piece_bytes
-        self._layout = make_layout(case.piece_bytes, self._num_pieces)
-        self._far = far
+    def __init__(self, config: TransferBenchConfig, ends: Ends, path: str, shape: Shape) -> None:
+        self._config = config
+        self._ends = ends
+        self._shape = shape
+        self._path = path
         self._next_id = 1
-        self._near = End(NEAR, case.path, self._layout)
-        self._near.connect(far.open(case.path, self._layout))
-        self._spare = np.ones(self._layout.num_bytes, np.uint8)  # the ceiling's target, its pages touched
 
     def __enter__(self) -> _Bench:
+        src = self._open(self._ends.src, SRC, self._shape.src, self._shape.dst)
+        dst = self._open(self._ends.dst, DST, self._shape.dst, self._shape.src)
+        src_endpoints, dst_endpoints = [answer() for answer in src], [answer() for answer in dst]
+        # both at once: a rank that connects is served by its peers' threads
+        connects = [link.ask("connect", dst_endpoints) for link in self._ends.src]
+        connects += [link.ask("connect", src_endpoints) for link in self._ends.dst]
+        for answer in connects:
+            answer()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._near.close()
-        self._far.close_end()
-
-    def run(self, case: Case, num_runs: int) -> list[Result]:
-        """Measure one case: transfer, ceiling and their ratio."""
-        seed = self._next_id
-        is_push = case.mode == TransferMode.PUSH
-        source, target = (self._near, self._far) if is_push else (self._far, self._near)
-        source.fill(seed)
-        blocks = _choose_blocks(case.pattern, self._num_pieces, seed)
-        speeds, ceilings = [], []
-        for is_warm_up in (True, *[False] * num_runs):
-            target.clear()
-            speed = self._transfer(case, blocks)
-            if not target.verify(Check(seed=seed, src_block_ids=blocks.src, dst_block_ids=blocks.dst)):
-                raise TransportError(f"{case}: bytes at the destination differ from the source's")
-            ceiling = self._ceiling(case, blocks)
-            if not is_warm_up:
-                speeds.append(speed)
-                ceilings.append(ceiling)
-        ratios = [speed / ceiling for speed, ceiling in zip(speeds, ceilings, strict=True)]
+    def _open(
+        self, links: Sequence[EndLink], instance_id: str, layouts: Sequence[PoolLayout], peers: tuple[PoolLayout, ...]
+    ) -> list[Callable[[], Any]]:
         return [
-            Result(name="transfer", params=case.params(), unit="GiB/s", runs=speeds),
-            Result(name="ceiling", params=case.params(), unit="GiB/s", runs=ceilings),
-            Result(name="ratio", params=case.params(), unit="1", runs=ratios),
+            link.ask(
+                "open",
+                Opening(
+                    instance_id=instance_id,
+                    rank=rank,
+                    path=self._path,
+                    net_device=self._config.net_device,
+                    layout=layout,
+                    peers=peers,
+                    grid=self._shape.grid,
+                ),
+            )
+            for rank, (link, layout) in enumerate(zip(links, layouts, strict=True))
         ]
 
-    def _transfer(self, case: Case, blocks: _Blocks) -> float:
-        src, dst = (NEAR, FAR) if case.mode == TransferMode.PUSH else (FAR, NEAR)
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:  # after an error an end may not answer; its process is about to be ended
+            ask_all(self._ends.all, "close")
+
+    def run(self, case: Case) -> list[Result]:
+        """Measure one case. Raises TransportError."""
+        seed = self._next_id
+        blocks = choose_blocks(case.pattern, self._shape.grid, seed=seed)
+        ask_all(self._ends.src, "fill", seed)
+        runs = []
+        for _ in range(1 + self._config.num_runs):
+            ask_all(self._ends.dst, "clear")
+            movers = self._ends.src if case.is_push else self._ends.dst
+            run = self._transfer(case, blocks, movers)
+            for rank, is_right in enumerate(ask_all(self._ends.dst, "is_right", seed, blocks)):
+                if not is_right:
+                    raise TransportError(f"{case}: bytes at the destination's rank {rank} differ from the source's")
+            ceilings = self._ceilings(blocks.part(self._shape.grid), movers)
+            runs.append(dataclasses.replace(run, ceilings=ceilings))
+        return _results(case.params() | self._config.params(), runs[1:])  # the first one warmed up
+
+    def _transfer(self, case: Case, blocks: Blocks, movers: Sequence[EndLink]) -> _Run:
+        others = self._ends.dst if case.is_push else self._ends.src
         command = TransferCommand(
             transfer_id=self._next_id,
             mode=TransferMode(case.mode),
-            src_instance_id=src,
-            dst_instance_id=dst,
-            parts=(self._part(blocks),),
+            src_instance_id=SRC,
+            dst_instance_id=DST,
+            parts=(blocks.part(self._shape.grid),),
             deadline_s=_DEADLINE_S,
         )
         self._next_id += 1
-        started_s = time.perf_counter()
-        num_bytes = self._near.ferry(command)
-        return num_bytes / (time.perf_counter() - started_s) / GIB
-
-    def _part(self, blocks: _Blocks) -> TransferPart:
-        num_tokens = len(blocks.src) * self._layout.block_size
-        return TransferPart(
-            src_group=0, dst_group=0, src_block_ids=blocks.src, dst_block_ids=blocks.dst, num_tokens=num_tokens
+        cpu_s = sum(ask_all(others, "cpu_s"))
+        timed: list[Timed] = ask_all(movers, "ferry", command, self._start_of(movers))
+        cpu_s = sum(ask_all(others, "cpu_s")) - cpu_s + sum(one.cpu_s for one in timed)
+        num_bytes = sum(one.num_bytes for one in timed)
+        if num_bytes != self._shape.grid.num_bytes:
+            raise TransportError(f"{case}: {num_bytes} bytes were moved of {self._shape.grid.num_bytes}")
+        return _Run(
+            speed=_speed(timed),
+            cpu_s_per_gib=cpu_s / num_bytes * GIB,
+            block_us=_duration_s(timed) / len(blocks.src) * 1e6,
+            ceilings={},
         )
 
-    def _ceiling(self, case: Case, blocks: _Blocks) -> float:
-        """GiB/s of the same runs without a transport."""
-        runs = intersect_runs(self._layout, self._layout, self._part(blocks))
-        source, target = self._near.pool, self._spare
-        if case.path == "tcp":
-            port = self._far.begin_receive(runs.num_bytes)
-            started_s = time.perf_counter()
-            send_plain(port, source, runs)
-        else:
-            started_s = time.perf_counter()
-            copy_runs(target.ctypes.data, source.ctypes.data, runs.dst_offsets, runs.src_offsets, runs.lengths)
-        return runs.num_bytes / (time.perf_counter() - started_s) / GIB
+    def _ceilings(self, part: TransferPart, movers: Sequence[EndLink]) -> dict[str, float]:
+        """GiB/s of the same runs without a transport, by name."""
+        if self._path == "shm":
+            return {"memcpy": _speed(ask_all(movers, "copy", part, self._start_of(movers)))}
+        return {f"socket_{sending}": _speed(self._send_plain(part, sending)) for sending in Sending}
+
+    def _send_plain(self, part: TransferPart, sending: Sending) -> list[Timed]:
+        """One stream from each rank of the source that has a counterpart of its own."""
+        pairs = list(zip(self._ends.src, self._ends.dst, strict=False))
+        sources = [src for src, _ in pairs]
+        sizes = ask_all(sources, "count_bytes", part)
+        addresses = ask_all([dst for _, dst in pairs], "listen")
+        received = [dst.ask("receive", size, sending) for (_, dst), size in zip(pairs, sizes, strict=True)]
+        at_s = self._start_of(sources)
+        sent = [src.ask("send", to, part, sending, at_s) for src, to in zip(sources, addresses, strict=True)]
+        timed = [answer() for answer in sent]
+        for answer in received:
+            answer()
+        return timed
+
+    @staticmethod
+    def _start_of(links: Sequence[EndLink]) -> float:
+        """When ranks of one host shall start, on its clock: soon enough for all of them; at once where it is one."""
+        return 0.0 if len(links) == 1 else float(links[0].ask("clock")()) + _LEAD_S
 
 
-def _choose_blocks(pattern: str, num_pieces: int, seed: int) -> _Blocks:
-    ids = np.arange(1, num_pieces + 1, dtype=np.int32)
-    if pattern == "contiguous":
-        return _Blocks(src=ids, dst=ids)
-    rng = np.random.default_rng(seed)
-    return _Blocks(src=rng.permutation(ids), dst=rng.permutation(ids))
+def _results(params: Mapping[str, ParamValue], runs: Sequence[_Run]) -> list[Result]:
+    """Rows of one case; the ceiling is the best one, by its median."""
+    ceilings = {name: [run.ceilings[name] for run in runs] for name in runs[0].ceilings}
+    best = max(ceilings.values(), key=statistics.median)
+    speeds = [run.speed for run in runs]
+    rows: dict[str, tuple[str, Sequence[float]]] = {
+        "transfer": ("GiB/s", speeds),
+        "ceiling": ("GiB/s", best),
+        "ratio": ("1", [speed / ceiling for speed, ceiling in zip(speeds, best, strict=True)]),
+        # what a busy machine disturbs least: neither side's best run was waiting for a core
+        "ratio_of_best": ("1", [max(speeds) / max(best)]),
+        "block_time": ("us", [run.block_us for run in runs]),
+        "cpu": ("s/GiB", [run.cpu_s_per_gib for run in runs]),
+        **{name: ("GiB/s", values) for name, values in ceilings.items()},
+    }
+    return [Result(name=name, params=params, unit=unit, runs=values) for name, (unit, values) in rows.items()]
+
+
+def _duration_s(timed: Sequence[Timed]) -> float:
+    """From the first rank's start to the last one's end."""
+    return max(one.ended_s for one in timed) - min(one.started_s for one in timed)
+
+
+def _speed(timed: Sequence[Timed]) -> float:
+    return sum(one.num_bytes for one in timed) / _duration_s(timed) / GIB
+
+
+def _possible_paths(paths: Sequence[str], ends: Ends) -> Sequence[str]:
+    """The paths to measure. Raises ValueError for one that the ends' places rule out."""
+    is_one_host = len(set(ask_all(ends.all, "host_id"))) == 1
+    if "shm" in paths and not is_one_host:
+        raise ValueError("path='shm' needs both ends on one host; use --path tcp, or one node for --src and --dst")
+    return paths or (PATHS if is_one_host else ("tcp",))
 
 
 def _check_choice(what: str, chosen: Sequence[str], known: Sequence[str]) -> None:
@@ -192,4 +309,4 @@ def _check_choice(what: str, chosen: Sequence[str], known: Sequence[str]) -> Non
 
 def plot_of(path: Path) -> Plot:
     """GiB/s over piece size, transfer beside ceiling."""
-    return Plot(path=path, x="piece_bytes", series="path", names=("transfer", "ceiling"))
+    return Plot(path=path, x="piece_bytes", panel="path", names=("transfer", "ceiling"), dashed="ceiling")

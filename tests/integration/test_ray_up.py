@@ -1,4 +1,7 @@
-"""`ray up` on three hosts: prefill on one, decode on another, blocks between them over UCX TCP, nothing left."""
+"""`ray up` on three hosts: prefill on one, decode on another, blocks between them over UCX TCP, nothing left.
+
+And `bench transfer` between two of them, asked for on the third.
+"""
 
 from __future__ import annotations
 
@@ -122,3 +125,45 @@ def test_prefill_and_decode_on_different_hosts_give_the_demos_answer(cluster: Ne
     [deployment] = status["deployments"]
     addresses = {worker["instance_id"]: worker["address"] for worker in deployment["workers"]}
     assert sorted(addresses.values()) == [host.address for host in cluster.hosts[1:]], addresses
+
+
+def transfer_bench(hosts: NetnsHosts, options: str) -> subprocess.CompletedProcess[str]:
+    wait_for_nodes(hosts, 3)
+    return on_head(hosts, f"{BIN}/blockferry bench transfer --address auto {options}", timeout_s=240)
+
+
+def test_transfers_between_two_hosts_are_measured_from_a_third(cluster: NetnsHosts) -> None:
+    options = "--src w1 --dst w2 --piece 64KiB --size 4MiB --tp 1:2 --num-runs 2 --net-device eth0 --json"
+    done = transfer_bench(cluster, options)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)  # every byte was checked, or there would be an error
+    assert document["command"] == "bench transfer"
+    assert {result["name"] for result in document["results"]} == {
+        *("transfer", "ceiling", "ratio", "ratio_of_best", "block_time", "cpu", "socket_pieces", "socket_contiguous")
+    }
+    cases = {(result["params"]["pattern"], result["params"]["mode"]) for result in document["results"]}
+    assert cases == {(pattern, mode) for pattern in ("contiguous", "scattered") for mode in ("push", "pull")}
+    for result in document["results"]:
+        assert result["value"] > 0
+        assert (
+            result["params"] | {"path": "tcp", "piece_bytes": 65536, "tp": "1:2", "src": "w1", "dst": "w2"}
+            == (result["params"])
+        )
+    for host in cluster.hosts:
+        left = cluster.ssh(host, "pgrep -af [T]ransferEnd; ls /dev/shm | grep ucx", timeout_s=20).stdout
+        assert left == "", (host.name, left)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ("--src w1 --dst w9", "--dst='w9' is no node of this cluster; its nodes: "),
+        ("--src w1 --dst w2 --path shm", "path='shm' needs both ends on one host"),
+    ],
+)
+def test_ends_that_cannot_be_are_one_clear_line(cluster: NetnsHosts, options: str, complaint: str) -> None:
+    done = transfer_bench(cluster, options)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert complaint in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr

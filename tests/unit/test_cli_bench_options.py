@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from blockferry.cluster.cli import app
+from blockferry.engine.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -46,3 +47,26 @@ def test_help_says_how_long_it_takes_and_what_the_document_holds() -> None:
     shown = " ".join(CliRunner().invoke(app, ["bench", "kv", "--help"]).stdout.split())
     assert "About a minute" in shown
     assert "decode_step: rows, groups, mix, block_size" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--tp", "2:x"], "--tp='2:x' is neither a number nor SRC:DST"),
+        (["--tp", "1:2:3"], "--tp='1:2:3' is neither one value nor SRC:DST"),
+        (["--tp", "0:1"], "tp=0 is outside 1 .. 64"),
+        (["--block-size", ":16"], "--block-size=':16' is neither"),
+        (["--layout", "BHLNC:XX"], "layout='XX' is unknown; use BHLNC"),
+        (["--piece", "5"], "piece_bytes=5 is not a positive multiple of 16"),
+        (["--piece", "2MiB", "--size", "1MiB"], "size=1048576 bytes of a transfer is less than a block's 2097152"),
+        (["--path", "pigeon"], "path='pigeon' is unknown; use shm, tcp"),
+        (["--model-shape", "gemma-3-27b"], "caches of several kinds"),
+        (["--model-shape", "absent"], "'absent' is no file, folder or known model"),
+        (["--model-shape", "smollm2-135m", "--tp", "4:1"], "exceeds the model's 3 KV heads"),
+    ],
+)
+def test_a_transfer_that_cannot_be_is_refused_before_anything_starts(options: list[str], complaint: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "transfer", *options])
+    assert isinstance(result.exception, ConfigError)
+    assert complaint in str(result.exception)
+    assert len(str(result.exception).splitlines()) == 1
