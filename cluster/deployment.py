@@ -27,7 +27,6 @@ from blockferry.engine.config import (
     SchedulerConfig,
 )
 from blockferry.engine.errors import ConfigError, ModelLoadError
-from blockferry.engine.kv.state_spec import MambaSpec
 from blockferry.engine.models.config import ModelHeader
 
 LAYOUTS = ("BHLNC", "BLHNC", "LBHNC", "LBNHC")
@@ -260,7 +259,6 @@ def _check_instances(instances: tuple[InstanceConfig, ...], device: Device) -> N
         raise ConfigError(
             "device", "cuda with prefill and decode: blocks in GPU memory cannot be ferried yet; use role mixed, or cpu"
         )
-    first = instances[0].cache
     for index, instance in enumerate(instances):
         size = instance.cache.block_size
         if device is Device.CUDA and size is not None and size % GPU_BLOCK_MULTIPLE:
@@ -268,22 +266,8 @@ def _check_instances(instances: tuple[InstanceConfig, ...], device: Device) -> N
                 f"instances[{index}].cache.block_size",
                 f"{size} is not a multiple of {GPU_BLOCK_MULTIPLE}, the kernel tile; use 16, 32 or 64",
             )
-        if size != first.block_size:
-            raise ConfigError(
-                f"instances[{index}].cache.block_size",
-                f"{size} differs from instances[0]'s {first.block_size}; blocks are ferried whole, use one size",
-            )
 
 
 def _check_against_checkpoint(config: DeploymentConfig, header: ModelHeader) -> None:
-    instances = config.instances
-    plans = [plan_of(config.model, header, one, where=f"instances[{index}]") for index, one in enumerate(instances)]
-    if not is_disaggregated(config) or not any(isinstance(spec, MambaSpec) for spec in plans[0].model.layers):
-        return
-    for index, instance in enumerate(instances):
-        if instance.tensor_parallel != instances[0].tensor_parallel:
-            raise ConfigError(
-                f"instances[{index}].tensor_parallel",
-                f"{instance.tensor_parallel} differs from instances[0]'s {instances[0].tensor_parallel}; recurrent "
-                "states are ferried from rank to rank, use one number",
-            )
+    for index, instance in enumerate(config.instances):
+        plan_of(config.model, header, instance, where=f"instances[{index}]")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -68,10 +68,14 @@ from blockferry.kernels.fp8 import CacheScales
 class Worker:
     """Executes StepPlans strictly in order."""
 
-    def __init__(self, spec: WorkerSpec) -> None:
-        """Sets torch's thread count, so make it before any other use of torch in the process."""
+    def __init__(self, spec: WorkerSpec, *, join: Callable[[WorkerSpec], Parallel] = join) -> None:
+        """Sets torch's thread count, so make it before any other use of torch in the process.
+
+        `join` links this rank to the others of its instance.
+        """
         torch.set_num_threads(spec.num_threads)
         self.spec = spec
+        self._join = join
         self._dtype = TORCH_DTYPES[spec.dtype]
         self._device = torch.device("cpu" if spec.device is Device.CPU else f"cuda:{spec.device_index}")
         # one more than the longest sequence: its last sampled token is never computed
@@ -89,7 +93,7 @@ class Worker:
 
         A rank that fails while it reads keeps no other one waiting: reading needs nobody.
         """
-        self._parallel = join(self.spec)
+        self._parallel = self._join(self.spec)
         self._model = _load(self.spec, self._device, self._parallel.tensor)
 
     @property

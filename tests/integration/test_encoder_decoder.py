@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -179,6 +180,21 @@ def test_handed_over_requests_continue_without_encoding_again(
     for kv in pair.ledgers.values():
         assert kv.stats().num_free_blocks == kv.stats().num_blocks
     record_cell("bart", f"P/D {mode}")
+
+
+@pytest.mark.parametrize("shape", [{"tp_size": 2, "block_size": 32}, {"pp_size": 3, "layout": "LBNHC"}])
+@pytest.mark.parametrize("mode", list(TransferMode))
+def test_sides_of_other_shapes_hand_over_what_cross_attention_reads(
+    path: Path, mode: TransferMode, shape: dict[str, Any], record_cell: RecordCell
+) -> None:
+    pair = LocalPair(path, EngineOptions(max_model_len=128), EngineOptions(max_model_len=128, **shape), mode=mode)
+    try:
+        for prompt in ([START], PREFIX, PREFIX):
+            outputs = pair.generate([prompt] * len(INPUTS), NUM_OUTPUT, encoder_inputs=INPUTS)
+            assert outputs == [expected(path, one, prompt) for one in INPUTS]
+    finally:
+        pair.close()
+    record_cell("bart", "P/D unequal sides")
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3])

@@ -19,11 +19,14 @@ from blockferry.engine.request import SamplingParams
 pytestmark = [pytest.mark.ray, pytest.mark.ucx, pytest.mark.slow, pytest.mark.timeout(300)]
 
 PAIR = "instances: [{role: prefill}, {role: decode}]\n"
-TP2 = "instances: [{role: prefill, tensor_parallel: 2}, {role: decode, tensor_parallel: 2}]\n"
+UNEQUAL = (
+    "instances: [{role: prefill, tensor_parallel: 2, cache: {block_size: 16}}, "
+    "{role: decode, cache: {block_size: 32, layout: LBNHC}}]\n"
+)
 DEPLOYMENTS = {
     "gemma3_text": PAIR,  # windows
     "deepseek_v3": PAIR + "connector: {mode: pull}\n",  # latents, experts
-    "qwen3_next": TP2,  # states, experts
+    "qwen3_next": UNEQUAL,  # states, experts
 }
 NUM_OUTPUT = 20
 PROMPTS = [make_prompt(seed, num_tokens) for seed, num_tokens in enumerate((5, 70, 33))]

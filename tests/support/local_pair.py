@@ -1,4 +1,7 @@
-"""A prefill and a decode instance in one process: real scheduler, ledgers, workers and connector, over loopback."""
+"""A prefill and a decode instance in one process: real scheduler, ledgers, workers and connector, over loopback.
+
+The two may be of different shapes, ranks included.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from support.local_engine import EngineOptions, make_instance, make_request
+from support.thread_ranks import ThreadRanks
 
-from blockferry.connectors.base import RankIdentity, TransferEvent, TransferMode
+from blockferry.connectors.base import EventSink, RankIdentity, TransferCommand, TransferEvent, TransferMode
 from blockferry.connectors.pd_scheduler import PdScheduler
 from blockferry.connectors.pd_worker import PdWorker
 from blockferry.connectors.transport.loopback import LoopbackFabric, LoopbackTransport
@@ -26,33 +30,78 @@ PREFILL, DECODE = "p0", "d0"
 TIMEOUT_S = 60.0
 
 
+class LocalInstance:
+    """One side: its scheduler's part, and its ranks, each with a pool, a thread for the model and one for transfers."""
+
+    def __init__(
+        self,
+        instance_id: str,
+        role: Role,
+        path: Path,
+        options: EngineOptions,
+        on_event: EventSink,
+        fabric: LoopbackFabric,
+    ) -> None:
+        plan = options.plan(path)
+        self.scheduled = make_instance(instance_id, role, plan, options)
+        self.ranks = ThreadRanks(path, options)
+        self._ferries: dict[Worker, PdWorker] = {}
+        for worker in self.ranks.workers:
+            identity = RankIdentity(
+                instance_id=instance_id,
+                rank=worker.spec.rank,
+                tp_rank=worker.spec.tp_rank,
+                pp_rank=worker.spec.pp_rank,
+                model_fingerprint=worker.fingerprint(),
+            )
+            self._ferries[worker] = PdWorker(LoopbackTransport(fabric), identity, on_event)
+        self.ranks.each(
+            lambda worker: worker.init_cache(plan, lambda size: _spoil(self._ferries[worker].allocate(size)))
+        )
+        self.endpoints = [ferry.endpoint(worker.layouts()) for worker, ferry in self._ferries.items()]
+
+    def connect(self, other: LocalInstance) -> None:
+        for ferry in self._ferries.values():
+            ferry.connect(other.endpoints)
+
+    def start(self, command: TransferCommand) -> None:
+        for ferry in self._ferries.values():
+            ferry.start(command)
+
+    def cancel(self, transfer_id: int) -> None:
+        for ferry in self._ferries.values():
+            ferry.cancel(transfer_id)
+
+    def close(self) -> None:
+        for ferry in self._ferries.values():
+            ferry.close()
+        self.ranks.close()
+
+
 class LocalPair:
     """generate() may be called again: both prefix caches stay warm. Close it."""
 
-    def __init__(self, path: Path, options: EngineOptions, *, mode: TransferMode = TransferMode.PUSH) -> None:
+    def __init__(
+        self,
+        path: Path,
+        options: EngineOptions,
+        decode_options: EngineOptions | None = None,
+        *,
+        mode: TransferMode = TransferMode.PUSH,
+    ) -> None:
+        """decode_options: None for two sides alike."""
         fabric = LoopbackFabric()
         self._events: queue.Queue[TransferEvent] = queue.Queue()
-        self.workers = {PREFILL: Worker(options.worker_spec(path)), DECODE: Worker(options.worker_spec(path))}
-        self._ferries: dict[str, PdWorker] = {}
-        plan = options.plan(path)
-        endpoints = {}
-        for instance_id, worker in self.workers.items():
-            identity = RankIdentity(
-                instance_id=instance_id, rank=0, tp_rank=0, pp_rank=0, model_fingerprint=worker.fingerprint()
-            )
-            ferry = PdWorker(LoopbackTransport(fabric), identity, self._events.put)
-            self._ferries[instance_id] = ferry
-            worker.load()
-            worker.init_cache(plan, lambda num_bytes, ferry=ferry: _spoil(ferry.allocate(num_bytes)))
-            endpoints[instance_id] = ferry.endpoint(worker.layouts())
+        shapes = {PREFILL: (Role.PREFILL, options), DECODE: (Role.DECODE, decode_options or options)}
+        self._sides = {
+            instance_id: LocalInstance(instance_id, role, path, own, self._events.put, fabric)
+            for instance_id, (role, own) in shapes.items()
+        }
         mover, other = (PREFILL, DECODE) if mode is TransferMode.PUSH else (DECODE, PREFILL)
-        self._ferries[mover].connect([endpoints[other]])
-        roles = {PREFILL: Role.PREFILL, DECODE: Role.DECODE}
-        instances = {one: make_instance(one, role, plan, options) for one, role in roles.items()}
-        self.ledgers: dict[str, KVCacheManager] = {one: instance.kv for one, instance in instances.items()}
-        self.central = CentralScheduler(
-            instances.values(), connector=PdScheduler(mode=mode, transfer_timeout_s=TIMEOUT_S)
-        )
+        self._sides[mover].connect(self._sides[other])
+        instances = [side.scheduled for side in self._sides.values()]
+        self.ledgers: dict[str, KVCacheManager] = {one.instance_id: one.kv for one in instances}
+        self.central = CentralScheduler(instances, connector=PdScheduler(mode=mode, transfer_timeout_s=TIMEOUT_S))
         self.num_ferried_bytes = 0
         self._next_handle = 0
 
@@ -86,23 +135,22 @@ class LocalPair:
         return list(outputs.values())
 
     def close(self) -> None:
-        """End the transfer threads."""
-        for ferry in self._ferries.values():
-            ferry.close()
+        """End all threads."""
+        for side in self._sides.values():
+            side.close()
 
     def _pass(self) -> list[StepOutput]:
         """Every instance one step, every transfer that is due begun, every event taken."""
         outputs = []
-        for instance_id, worker in self.workers.items():
+        for instance_id, side in self._sides.items():
             plan = self.central.plan(instance_id)
             if plan is not None:
-                result = worker.execute(plan_from_bytes(pack(plan)))
-                assert result is not None
+                result = side.ranks.execute(plan_from_bytes(pack(plan)))
                 outputs.append(self.central.commit(instance_id, result))
             for mover, command in self.central.take_transfers():
-                self._ferries[mover].start(command)
+                self._sides[mover].start(command)
             for mover, transfer_id in self.central.take_cancels():
-                self._ferries[mover].cancel(transfer_id)
+                self._sides[mover].cancel(transfer_id)
         while not self._events.empty():
             event = self._events.get()
             self.num_ferried_bytes += event.num_bytes

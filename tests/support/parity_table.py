@@ -24,6 +24,7 @@ FEATURES = (
     "PP 2",
     "P/D push",
     "P/D pull",
+    "P/D unequal sides",
 )
 MISSING = "**missing**"
 BEGIN, END = "<!-- parity table -->", "<!-- end of parity table -->"
