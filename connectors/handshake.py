@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -66,12 +66,17 @@ def check_compatible(own: PoolEndpoint, peer: PoolEndpoint) -> None:
 
 
 def check_coverage(own: PoolEndpoint, peers: Sequence[PoolEndpoint]) -> None:
-    """Raises HandshakeRefused unless the ranks of one peer instance together store every layer and head of `own`."""
+    """Raises HandshakeRefused unless the ranks of one peer instance together store every layer and head of `own`.
+
+    Of several copies, that one which `own` exchanges (see choose_shares) must be there.
+    """
     stored: dict[_Part, list[_Units]] = {}
     for peer in peers:
-        for part, units in _parts(peer):
+        for part, units in _parts(layout for layout in peer.layouts if own.tp_rank % layout.num_copies == layout.copy):
             stored.setdefault(part, []).append(units)
-    missing = {part: first for part, units in _parts(own) if (first := _first_missing(units, stored.get(part, ())))}
+    missing = {
+        part: first for part, units in _parts(own.layouts) if (first := _first_missing(units, stored.get(part, ())))
+    }
     if missing:
         part, first = next(iter(missing.items()))
         what = f"{part.field} unit" if part.field else "KV head"
@@ -163,9 +168,9 @@ def _check_equal(difference: _Difference, values: Mapping[str, tuple[object, obj
             difference.refuse(field, here, there, remedy=remedy)
 
 
-def _parts(endpoint: PoolEndpoint) -> Iterator[tuple[_Part, _Units]]:
-    """What a rank stores."""
-    for layout in endpoint.layouts:
+def _parts(layouts: Iterable[PoolLayout]) -> Iterator[tuple[_Part, _Units]]:
+    """What is stored in them."""
+    for layout in layouts:
         for layer_id in layout.layer_ids:
             yield _Part(layer_id, layout.field), _Units(layout.head_start, layout.head_start + layout.num_heads)
 

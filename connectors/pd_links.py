@@ -118,36 +118,22 @@ def make_batches(command: TransferCommand, pairs: Sequence[LayoutPair], *, batch
 def choose_shares(own: PoolEndpoint, links: Sequence[Link], mode: TransferMode) -> list[Share]:
     """The peers that this rank exchanges bytes with, and of which layouts.
 
-    Every byte moves once to each rank that stores it. A pull reads each head once: of peers that hold the same slice
-    (KV heads or fields of a state that are replicated over tensor-parallel ranks, latents) one is read, another one by
-    each reading rank so that the load spreads. A push writes a copy to those peers that would have read this copy.
+    Every byte moves once to each rank that stores it. Of ranks that hold the same (KV heads, or units of a state's
+    field, replicated over tensor-parallel ranks; latents) one sends it, another one to each receiving rank so that the
+    load spreads.
     """
-    choose = _pushed if mode is TransferMode.PUSH else _pulled
-    shares: dict[int, list[LayoutPair]] = {}
-    for number, pair in choose(own, links):
-        shares.setdefault(number, []).append(pair)
-    return [Share(link=links[number], pairs=tuple(pairs)) for number, pairs in sorted(shares.items())]
+    shares = []
+    for link in links:
+        pairs = tuple(pair for pair in _pairs(own, link) if _is_sent(pair, own, link.endpoint, mode))
+        if pairs:
+            shares.append(Share(link=link, pairs=pairs))
+    return shares
 
 
-def _pushed(own: PoolEndpoint, links: Sequence[Link]) -> Iterator[tuple[int, LayoutPair]]:
-    """Pairs to write to, with the number of their link."""
-    for number, link in enumerate(links):
-        for pair in _pairs(own, link):
-            if link.endpoint.tp_rank % pair.own.num_copies == pair.own.copy:
-                yield number, pair
-
-
-def _pulled(own: PoolEndpoint, links: Sequence[Link]) -> Iterator[tuple[int, LayoutPair]]:
-    """Pairs to read from, with the number of their link: one of each set of equal slices."""
-    replicas: dict[_Slice, list[int]] = {}  # numbers of links, by the peer's slice
-    for number, link in enumerate(links):
-        for layout in link.endpoint.layouts:
-            replicas.setdefault(_slice(layout), []).append(number)
-    for number, link in enumerate(links):
-        for pair in _pairs(own, link):
-            same = replicas[_slice(pair.peer)]
-            if same[own.tp_rank % len(same)] == number:
-                yield number, pair
+def _is_sent(pair: LayoutPair, own: PoolEndpoint, peer: PoolEndpoint, mode: TransferMode) -> bool:
+    """Whether the source of a pair is the copy that its target receives."""
+    source, receiver = (pair.own, peer) if mode is TransferMode.PUSH else (pair.peer, own)
+    return receiver.tp_rank % source.num_copies == source.copy
 
 
 def _pairs(own: PoolEndpoint, link: Link) -> Iterator[LayoutPair]:
@@ -155,19 +141,6 @@ def _pairs(own: PoolEndpoint, link: Link) -> Iterator[LayoutPair]:
         for layout in link.endpoint.layouts:
             if overlaps(mine, layout):
                 yield LayoutPair(own=mine, peer=layout)
-
-
-class _Slice(NamedTuple):
-    """Equal for layouts that hold copies of the same bytes."""
-
-    layer_ids: tuple[int, ...]
-    field: str
-    head_start: int
-    num_heads: int
-
-
-def _slice(layout: PoolLayout) -> _Slice:
-    return _Slice(layout.layer_ids, layout.field, layout.head_start, layout.num_heads)
 
 
 def _in_whole_blocks(part: TransferPart, src: PoolLayout, dst: PoolLayout) -> TransferPart:

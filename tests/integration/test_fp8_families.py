@@ -74,6 +74,17 @@ def test_fp8_blocks_are_ferried_as_they_are(family: str, families_folder: Path) 
         pair.close()
 
 
+@pytest.mark.parametrize("shape", [{"tp_size": 2}, {"pp_size": 2, "block_size": 32}])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_fp8_blocks_are_ferried_to_other_shapes(family: str, shape: dict[str, int], families_folder: Path) -> None:
+    path = build(FAMILIES[family], families_folder)
+    pair = LocalPair(path, dataclasses.replace(FP8, **shape), FP8)
+    try:
+        assert pair.generate(WORKLOAD.prompts, WORKLOAD.num_output) == tokens_of(path)
+    finally:
+        pair.close()
+
+
 @pytest.mark.parametrize("family", NAMES)
 def test_fp8_logits_stay_close_to_those_of_a_whole_cache(family: str, families_folder: Path) -> None:
     path = build(FAMILIES[family], families_folder)

@@ -14,6 +14,7 @@ from blockferry.connectors.base import PoolLayout, TransferPart
 from blockferry.engine.errors import ConfigError
 from blockferry.engine.kv.plan import KVCachePlan, Planner, PlanRequest
 from blockferry.engine.kv.planners import plan_with
+from blockferry.engine.kv.planning import RankShare, plan_ranks
 from blockferry.engine.kv.reach import (
     ChunkReach,
     FullReach,
@@ -25,7 +26,7 @@ from blockferry.engine.kv.reach import (
 )
 from blockferry.engine.kv.spec import AttentionSpec, LayerSpec, MambaSpec, ScratchRingSpec
 from blockferry.engine.kv.state_fields import StateField
-from blockferry.engine.models.sharding import Span, split_heads
+from blockferry.engine.models.sharding import Span, split_heads, split_layers
 from blockferry.engine.worker.page_views import PageDTypes, PageViews
 from blockferry.engine.worker.pool_layouts import HeldHeads, pool_layouts
 
@@ -102,6 +103,8 @@ class PoolKey:
     block_size: int = 4
     tp_size: int = 1
     tp_rank: int = 0
+    pp_size: int = 1  # stages; a slab plan has one
+    pp_rank: int = 0
 
 
 @functools.cache
@@ -110,7 +113,12 @@ def plan_of(key: PoolKey) -> KVCachePlan | None:
     layers = layers_of(key.mix, key.block_size, key.tp_size)
     request = PlanRequest(layers=layers, limits=LIMITS, memory_bytes=1 << 16, layout=key.order)
     try:
-        return plan_with(key.planner, request)
+        if key.pp_size == 1:
+            return plan_with(key.planner, request)
+        spans = [split_layers(len(layers), rank, key.pp_size) for rank in range(key.pp_size)]
+        ids = [frozenset(range(span.start, span.stop)) for span in spans]
+        shares = [RankShare(layer_ids=one, memory_bytes=request.memory_bytes) for one in ids]
+        return plan_ranks(request, shares, planner=key.planner)[key.pp_rank]
     except ConfigError:
         return None
 
@@ -137,7 +145,7 @@ def views_of(key: PoolKey, pool) -> dict[int, list]:
     views = PageViews(plan_of(key), torch.from_numpy(pool), layout=key.order, dtypes=DTYPES)
     as_bytes = {i: [one.view(torch.uint8).numpy() for one in tensors] for i, tensors in views.layers.items()}
     for layer_id, spec in enumerate(layers_of(key.mix, key.block_size, key.tp_size)):
-        if isinstance(spec, AttentionSpec) and spec.content.is_latent:
+        if layer_id in as_bytes and isinstance(spec, AttentionSpec) and spec.content.is_latent:
             as_bytes[layer_id] = [one[:, None] for one in as_bytes[layer_id]]
     return as_bytes
 

@@ -126,6 +126,12 @@ def test_a_missing_head_between_others_is_refused_by_name():
         check_coverage(make_endpoint("p0", num_heads=3), peers)
 
 
+def test_a_missing_copy_is_refused():
+    own, peer = make_endpoint("p0", tp_rank=1), make_endpoint("d0", num_copies=2, copy=0)
+    with pytest.raises(HandshakeRefused, match="layer 0 lacks KV head 0"):
+        check_coverage(own, [peer])
+
+
 def test_copies_are_the_same_in_any_number():
     check_compatible(
         *(make_endpoint(name, content=ContentKind.LATENT, num_copies=size) for name, size in (("p0", 1), ("d0", 2)))

@@ -41,6 +41,10 @@ def ranks(mix, *, tp_size=1, **changes):
     return [PoolKey(mix=mix, tp_size=tp_size, tp_rank=rank, **changes) for rank in range(tp_size)]
 
 
+def stages(mix, *, pp_size, **changes):
+    return [PoolKey(mix=mix, pp_size=pp_size, pp_rank=rank, **changes) for rank in range(pp_size)]
+
+
 PAIRS = {
     "full and windows": (ranks("full and windows"), ranks("full and windows")),
     "one group to two": (ranks("full and windows", planner=UNIFIED), ranks("full and windows", planner=SLAB)),
@@ -69,6 +73,9 @@ PAIRS = {
     "states of two ranks to four": (ranks("latents and states", tp_size=2), ranks("latents and states", tp_size=4)),
     "heads in two copies to two ranks": (ranks("full and windows", tp_size=8), ranks("full and windows", tp_size=2)),
     "two ranks to heads in two copies": (ranks("full and states", tp_size=2), ranks("full and states", tp_size=8)),
+    "two stages to one": (stages("full and states", pp_size=2), ranks("full and states", planner=SLAB)),
+    "one stage to three": (ranks("three kinds", block_size=8), stages("three kinds", pp_size=3, order="LBNHC")),
+    "two stages to two ranks": (stages("full and states", pp_size=2), ranks("full and states", tp_size=2)),
     "three kinds": (ranks("three kinds", planner=SLAB, tp_size=2), ranks("three kinds", planner=SLAB, tp_size=2)),
     "latents of two ranks to one": (ranks("latents", tp_size=2), ranks("latents")),
     "latents of one rank to two": (ranks("latents"), ranks("latents", tp_size=2)),
@@ -83,8 +90,10 @@ PAIRS = {
 }
 
 
-def parts_of(src, dst):
-    return [part_of(src, dst, pair, num_blocks=1 + pair.dst % 2) for pair in group_pairs(src, dst)]
+def parts_of(src_keys, dst_keys):
+    """Of all pairs of groups that have layers in common on any ranks."""
+    pairs = sorted({pair for src in src_keys for dst in dst_keys for pair in group_pairs(src, dst)})
+    return [part_of(src_keys[0], dst_keys[0], pair, num_blocks=1 + pair.dst % 2) for pair in pairs]
 
 
 @pytest.mark.parametrize("mode", list(TransferMode))
@@ -95,7 +104,7 @@ def test_blocks_of_all_groups_arrive_and_nothing_else_changes(open_instance, nam
     instance, other = (prefill, decode) if mode is TransferMode.PUSH else (decode, prefill)
     instance.connect(other)
     fill_alike(src_keys, prefill.pools)
-    parts = parts_of(src_keys[0], dst_keys[0])
+    parts = parts_of(src_keys, dst_keys)
     instance.start(command_of(*parts, mode=mode))
     events = instance.wait()
     assert {event.state for event in events} == {TransferState.DONE}, [event.reason for event in events]

@@ -142,13 +142,17 @@ def test_states_whose_fields_are_not_known_are_refused_by_name():
 @st.composite
 def pools(draw, mix):
     tp_size = draw(st.sampled_from([1, 2, 4, 8]))
+    planner = draw(st.sampled_from(PLANNERS))
+    pp_size = 1 if planner is Planner.SLAB else draw(st.sampled_from([1, 1, 2, 3]))
     key = PoolKey(
         mix=mix,
-        planner=draw(st.sampled_from(PLANNERS)),
+        planner=planner,
         order=draw(st.sampled_from(ORDERS)),
         block_size=draw(st.sampled_from([4, 8, 16])),
         tp_size=tp_size,
         tp_rank=draw(st.integers(0, tp_size - 1)),
+        pp_size=pp_size,
+        pp_rank=draw(st.integers(0, pp_size - 1)),
     )
     assume(plan_of(key) is not None)
     return key
