@@ -15,12 +15,14 @@ rings are not ferried.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from blockferry.connectors.base import TransferPart
+from blockferry.engine.config import Role
 from blockferry.engine.errors import ConfigError
 from blockferry.engine.kv.block_pool import NULL_BLOCK_ID
 from blockferry.engine.kv.groups import rule_of
@@ -138,13 +140,15 @@ def _tokens_per_block(instance: Instance, group: int) -> int:
 
 
 def check_ferriable(instances: Iterable[Instance]) -> None:
-    """Raises ConfigError unless sequences of any of the instances can be handed over to any other."""
-    first: Instance | None = None
-    for instance in instances:
+    """Raises ConfigError unless sequences of any instance that computes prompts can go to any that decodes."""
+    everyone = list(instances)
+    for instance in everyone:
         for number, group in enumerate(instance.kv.config.groups):
             _check_group(instance, number, group)
-        first = first or instance
-        _check_alike(first, instance)
+    kept = {instance.instance_id: _kept_layers(instance) for instance in everyone}
+    for source, target in itertools.permutations(everyone, 2):
+        if source.role is not Role.DECODE and target.role is not Role.PREFILL:
+            _check_kept(kept, source.instance_id, target.instance_id)
 
 
 def _check_group(instance: Instance, number: int, group: KVCacheGroup) -> None:
@@ -157,29 +161,44 @@ def _check_group(instance: Instance, number: int, group: KVCacheGroup) -> None:
         )
 
 
-def _check_alike(one: Instance, other: Instance) -> None:
-    words = [_describe_layers(instance) for instance in (one, other)]
-    for layer_id in sorted(words[0].keys() | words[1].keys()):
-        here, there = (described.get(layer_id, "not cached") for described in words)
-        if here != there:
-            raise ConfigError(
-                "instances",
-                f"layer {layer_id} in the cache of {other.instance_id} is {there}, in that of {one.instance_id} "
-                f"{here}; sequences are handed over between equal layers: let all planners keep local layers alike "
-                "(unified keeps them whole), and serve one model",
-            )
+class _Kept(NamedTuple):
+    """How an instance keeps one layer. Groups, block and page sizes may differ between two."""
+
+    spec: LayerSpec
+    is_draft: bool
+
+    def __str__(self) -> str:
+        spec = self.spec
+        reach = f" ({spec.reach})" if isinstance(spec, AttentionSpec) and spec.reach.storage != FullReach() else ""
+        return f"{spec.kind}{reach}{' of a draft' if self.is_draft else ''}"
+
+    def fills(self, target: _Kept) -> bool:
+        """Whether it holds all that the target reads: the same, or every token of a layer that is local there."""
+        here, there = self.spec, target.spec
+        if self.is_draft != target.is_draft:
+            return False
+        if isinstance(here, AttentionSpec) and isinstance(there, AttentionSpec):
+            reaches = (there.reach.storage, there.reach.kept_whole.storage)
+            return here.content.is_latent == there.content.is_latent and here.reach.storage in reaches
+        return here.kind is there.kind
 
 
-def _describe_layers(instance: Instance) -> dict[int, str]:
-    """By layer id what must be equal on both sides: cache type and reach. Groups, block and page sizes may differ."""
+def _kept_layers(instance: Instance) -> dict[int, _Kept]:
     return {
-        layer_id: _describe(spec) + (" of a draft" if group.is_draft else "")
+        layer_id: _Kept(spec, group.is_draft)
         for group in instance.kv.config.groups
         for layer_id, spec in zip(group.layer_ids, group.layer_specs, strict=True)
     }
 
 
-def _describe(spec: LayerSpec) -> str:
-    if isinstance(spec, AttentionSpec) and spec.reach.storage != FullReach():
-        return f"{spec.kind} ({spec.reach})"
-    return str(spec.kind)
+def _check_kept(kept: Mapping[str, Mapping[int, _Kept]], source_id: str, target_id: str) -> None:
+    source, target = kept[source_id], kept[target_id]
+    for layer_id in sorted(source.keys() | target.keys()):
+        here, there = source.get(layer_id), target.get(layer_id)
+        if here is None or there is None or not here.fills(there):
+            raise ConfigError(
+                "instances",
+                f"layer {layer_id} in the cache of {target_id} is {there or 'not cached'}, in that of {source_id} "
+                f"{here or 'not cached'}; a sequence can go on only where no more is kept than where it comes from: "
+                "serve one model, and use planner unified on both sides or on that of prefill",
+            )

@@ -17,6 +17,7 @@ from support.parity_table import RecordCell
 from support.tiny_families import FAMILIES, build
 
 from blockferry.connectors.base import TransferMode
+from blockferry.engine.kv.plan import Planner
 
 pytestmark = pytest.mark.slow
 ALIKE = ({}, {})
@@ -32,6 +33,11 @@ LAYOUTS = {
     "BHLNC to LBNHC": ({"layout": "BHLNC"}, {"layout": "LBNHC"}),
     "LBNHC to BHLNC": ({"layout": "LBNHC"}, {"layout": "BHLNC"}),
     "BHLNC to LBHNC": ({"layout": "BHLNC"}, {"layout": "LBHNC"}),
+}
+PLANNERS = {
+    "unified to slab": ({"planner": Planner.UNIFIED}, {"planner": Planner.SLAB}),  # windows are kept whole on one side
+    "slab to uniform": ({"planner": Planner.SLAB}, {"planner": Planner.UNIFORM}),
+    "uniform to slab": ({"planner": Planner.UNIFORM}, {"planner": Planner.SLAB}),
 }
 DIFFERENCES = RANKS | BLOCKS | LAYOUTS
 FAMILY_NAMES = ("llama", "gemma3_text", "deepseek_v3", "qwen3_next", "jamba", "bamba", "lfm2")
@@ -72,12 +78,21 @@ def test_sides_that_differ_in_one_way_sample_the_same_tokens(
     check(families_folder, family, [difference], mode)
 
 
+@pytest.mark.parametrize("difference", list(PLANNERS))
+def test_a_window_travels_between_plans_of_any_planner(difference: str, families_folder: Path) -> None:
+    check(families_folder, "gemma3_text", [difference], TransferMode.PUSH)
+
+
 def check(families_folder: Path, family: str, differences: list[str], mode: TransferMode) -> None:
     path = build(FAMILIES[family], families_folder)
     sides = [
         dataclasses.replace(
             EngineOptions(max_model_len=128),
-            **dict(itertools.chain.from_iterable(DIFFERENCES.get(name, ALIKE)[side].items() for name in differences)),
+            **dict(
+                itertools.chain.from_iterable(
+                    (DIFFERENCES | PLANNERS).get(name, ALIKE)[side].items() for name in differences
+                )
+            ),
         )
         for side in range(2)
     ]

@@ -216,9 +216,9 @@ def join(*instances) -> CentralScheduler:
     return CentralScheduler(instances, connector=PdScheduler(mode=TransferMode.PUSH, transfer_timeout_s=1.0))
 
 
-def instance_on(config: KVCacheConfig, name: str) -> Instance:
+def instance_on(config: KVCacheConfig, name: str, role: Role = Role.MIXED) -> Instance:
     rows = RowTable(max_rows=2, max_model_len=64)
-    return Instance(name, Role.MIXED, config=SchedulerConfig(), kv=KVCacheManager(config, rows), rows=rows)
+    return Instance(name, role, config=SchedulerConfig(), kv=KVCacheManager(config, rows), rows=rows)
 
 
 def instance_of(name: str, family: str, **shape) -> Instance:
@@ -228,7 +228,7 @@ def instance_of(name: str, family: str, **shape) -> Instance:
 @pytest.mark.parametrize(
     ("one", "other", "words"),
     [
-        ("full+window", "full", r"layer 1 in the cache of d is not cached, in that of p sliding.*; .* serve one model"),
+        ("full+window", "full", r"layer 1 in the cache of d is not cached, in that of p sliding.*: serve one model"),
         ("full+window", "full+states", r"layer 1 in the cache of d is mamba, in that of p sliding"),
         ("full", "mla", r"layer 0 in the cache of d is mla_attention, in that of p full_attention"),
         ("full+window", "full+window of 7 tokens", r"WindowReach\(window=7, .*in that of p .*WindowReach\(window=5,"),
@@ -241,6 +241,22 @@ def test_instances_of_other_layers_are_refused_by_name(one, other, words):
 
 def test_blocks_of_other_sizes_are_not_refused():
     join(instance_of("p", "full+states", block_size=4), instance_of("d", "full+states", block_size=8))
+
+
+def whole_windows(name: str, role: Role) -> Instance:
+    """The layers of "full+window" in one group that keeps every token."""
+    config = kv_config(Shape(instance_id=name, family="full+window"))
+    group = KVCacheGroup(layer_ids=(0, 1), spec=config.groups[0].spec)
+    return instance_on(dataclasses.replace(config, groups=(group,)), name, role)
+
+
+def test_prefill_may_keep_whole_what_is_local_on_the_decode_side():
+    join(whole_windows("p", Role.PREFILL), instance_of("d", "full+window", role=Role.DECODE))
+
+
+def test_decode_may_not_keep_whole_what_is_local_on_the_prefill_side():
+    with pytest.raises(ConfigError, match=r"layer 1 in the cache of d is full_attention, in that of p sliding"):
+        join(instance_of("p", "full+window", role=Role.PREFILL), whole_windows("d", Role.DECODE))
 
 
 def test_equal_layers_in_other_groups_are_not_refused():
