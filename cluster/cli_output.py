@@ -106,9 +106,9 @@ def print_answers(answers: Sequence[Answer]) -> None:
         print_line(answer.error if answer.error else answer.text)
         print_line("")
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("prompt", "output", "cached", "blocks ferried", "bytes ferried", "transfer", "bandwidth", "TTFT"):
+    ferry = ("blocks ferried", "bytes ferried", "bytes saved", "wait for blocks")
+    for heading in ("prompt", "output", "cached", *ferry, "TTFT", "decode"):
         table.add_column(heading, justify="right")
-    table.add_column("decode", justify="right")
     for answer in answers:
         stats = answer.stats
         is_ferried = stats.transfer_blocks > 0
@@ -118,8 +118,8 @@ def print_answers(answers: Sequence[Answer]) -> None:
             f"{stats.num_cached_tokens} tok",
             str(stats.transfer_blocks),
             size_words(stats.transfer_bytes),
+            size_words(stats.transfer_saved_bytes) if is_ferried else "-",
             f"{stats.transfer_s * 1e3:.2f} ms" if is_ferried else "-",
-            f"{size_words(answer.transfer_bytes_per_s)}/s" if is_ferried else "-",
             f"{answer.ttft_s * 1e3:.0f} ms",
             f"{answer.decode_tokens_per_s:.1f} tok/s",
         )

@@ -14,6 +14,7 @@ from blockferry.cluster.checkpoint import local_folder, read_checkpoint, resolve
 from blockferry.cluster.fetch import Progress
 from blockferry.cluster.instance_plans import CACHE_DTYPES, PLANNERS, plan_of
 from blockferry.cluster.yaml_reader import Section, load_yaml
+from blockferry.connectors.base import Overlap, TransferMode
 from blockferry.engine.config import (
     ApiConfig,
     CacheConfig,
@@ -211,15 +212,23 @@ def _instance(section: Section, *, cache: CacheConfig, scheduler: SchedulerConfi
 
 def _connector(section: Section) -> ConnectorConfig:
     base = ConnectorConfig()
+    mode = section.choice("mode", base.mode, tuple(TransferMode))
+    overlap = Overlap.LAYERS if mode == TransferMode.PUSH else Overlap.CHUNKS
     connector = ConnectorConfig(
         kind=section.choice("kind", base.kind, ("pd",)),
         transport=section.choice("transport", base.transport, ("ucx", "loopback")),
-        mode=section.choice("mode", base.mode, ("push", "pull")),
+        mode=mode,
+        overlap=section.choice("overlap", overlap, tuple(Overlap)),
         lease_s=section.number("lease_s", base.lease_s, minimum=0.1),
         transfer_timeout_s=section.number("transfer_timeout_s", base.transfer_timeout_s, minimum=0.1),
         load_failure_policy=section.choice("load_failure_policy", base.load_failure_policy, ("recompute", "fail")),
     )
     section.finish()
+    if mode == TransferMode.PULL and connector.overlap == Overlap.LAYERS:
+        raise ConfigError(
+            section.at("overlap"),
+            "'layers' with mode pull: the side that reads does not see layers end; use chunks, or mode push",
+        )
     if connector.transport == "loopback":
         raise ConfigError(
             section.at("transport"), "'loopback' joins pools of one process only and workers are processes; use 'ucx'"

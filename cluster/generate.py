@@ -61,18 +61,12 @@ class Answer:
         span_s = self.e2e_s - self.ttft_s
         return (len(self.token_ids) - 1) / span_s if len(self.token_ids) > 1 and span_s > 0 else 0.0
 
-    @property
-    def transfer_bytes_per_s(self) -> float:
-        """Speed of the ferry; 0 when nothing was ferried."""
-        return self.stats.transfer_bytes / self.stats.transfer_s if self.stats.transfer_s > 0 else 0.0
-
     def to_json(self) -> dict[str, Any]:
         """The entry of `outputs`."""
         metrics = {
             "ttft_s": self.ttft_s,
             "e2e_s": self.e2e_s,
             "decode_tokens_per_s": self.decode_tokens_per_s,
-            "transfer_bytes_per_s": self.transfer_bytes_per_s,
         }
         return {
             "prompt_token_ids": self.prompt_token_ids,

@@ -65,7 +65,9 @@ class ServerMetrics:
             "request_generation_tokens", "Tokens generated for a request.", TOKEN_BUCKETS
         )
         self.transfer_s = self._histogram(
-            "kv_transfer_time_seconds", "Time to ferry a request's KV blocks.", TRANSFER_BUCKETS_S
+            "kv_transfer_time_seconds",
+            "From a computed prompt to the arrival of its last KV block.",
+            TRANSFER_BUCKETS_S,
         )
         self.transfer_bytes = self._histogram(
             "kv_transfer_bytes", "Bytes of KV blocks ferried for a request.", BYTES_BUCKETS

@@ -11,7 +11,7 @@ from typing import Any
 
 from blockferry.cluster.plan_facts import PlanFacts
 from blockferry.cluster.scheduler_loop import LoopTiming, Member, SchedulerLoop
-from blockferry.connectors.base import TransferMode
+from blockferry.connectors.base import Overlap, TransferMode
 from blockferry.connectors.pd_scheduler import PdScheduler
 from blockferry.engine.config import CacheConfig, ConnectorConfig, Role, SchedulerConfig
 from blockferry.engine.kv.assembly import LedgerOptions
@@ -19,6 +19,7 @@ from blockferry.engine.kv.manager import KVCacheManager
 from blockferry.engine.kv.spec import KVCacheConfig
 from blockferry.engine.rows import RowTable
 from blockferry.engine.scheduler.central import CentralScheduler
+from blockferry.engine.scheduler.handoff import HandoffOptions, LoadFailurePolicy
 from blockferry.engine.scheduler.instance import Instance
 
 
@@ -87,9 +88,12 @@ def build_loop(settings: SchedulerSettings, *, bind_host: str) -> SchedulerLoop:
     central = CentralScheduler(
         [_instance(one, settings.max_model_len) for one in settings.instances],
         connector=connector,
-        lease_s=lease.lease_s,
-        transfer_timeout_s=lease.transfer_timeout_s,
-        load_failure_policy=lease.load_failure_policy,
+        handoffs=HandoffOptions(
+            overlap=Overlap(lease.overlap),
+            lease_s=lease.lease_s,
+            transfer_timeout_s=lease.transfer_timeout_s,
+            load_failure_policy=LoadFailurePolicy(lease.load_failure_policy),
+        ),
     )
     members = [
         Member(instance_id=one.instance_id, role=one.role, num_ranks=one.num_ranks) for one in settings.instances

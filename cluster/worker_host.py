@@ -60,6 +60,7 @@ class WorkerHost:
                 model_fingerprint=worker.fingerprint(),
             ),
             self._loop.on_transfer_event,
+            progress=worker.progress,
         )
         worker.init_cache(plan, self._ferry.allocate)
         worker.warm_up()

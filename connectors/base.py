@@ -45,6 +45,14 @@ class TransferMode(enum.StrEnum):
     PULL = "pull"
 
 
+class Overlap(enum.StrEnum):
+    """When the bytes of a prompt may travel, beside the computing of it."""
+
+    NONE = "none"  # once the whole prompt is computed
+    CHUNKS = "chunks"  # chunk by chunk, as each is computed
+    LAYERS = "layers"  # layers of a chunk while later ones compute; a push only, as the source alone sees them end
+
+
 class TransferState(enum.StrEnum):
     """How a transfer ended on one rank. CANCELLED means: quiesced, no byte will land any more."""
 
@@ -161,6 +169,7 @@ class TransferCommand:
     dst_instance_id: str
     parts: tuple[TransferPart, ...]  # at most one per pair of groups; one without has nothing to move
     deadline_s: float  # seconds from receipt after which the rank gives up
+    after_step: int | None = None  # of the source, which executes: bytes of a layer once it has computed it there
 
     @property
     def executing_instance_id(self) -> str:

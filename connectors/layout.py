@@ -17,7 +17,7 @@ and consecutive block ids wherever both layouts allow it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 
@@ -111,10 +111,13 @@ def overlaps(one: PoolLayout, other: PoolLayout) -> bool:
     return has_heads and not set(one.layer_ids).isdisjoint(other.layer_ids)
 
 
-def intersect_runs(src: PoolLayout, dst: PoolLayout, part: TransferPart) -> Runs:
+def intersect_runs(
+    src: PoolLayout, dst: PoolLayout, part: TransferPart, *, layer_ids: Container[int] | None = None
+) -> Runs:
     """Runs that copy a part's tokens, of every layer and head that both pools store, from src to dst.
 
-    Costs O(R log R). Raises ValueError when the block ids do not hold the tokens or lie outside a pool.
+    `layer_ids`: only those of them. Costs O(R log R).
+    Raises ValueError when the block ids do not hold the tokens or lie outside a pool.
     """
     num_tokens = part.num_tokens
     _check_blocks("source", src, part.src_block_ids, part.first_token + num_tokens)
@@ -123,7 +126,9 @@ def intersect_runs(src: PoolLayout, dst: PoolLayout, part: TransferPart) -> Runs
         return merge_runs([])
     source = _Side(layout=src, strides=strides(src), block_ids=part.src_block_ids, first_token=part.first_token)
     target = _Side(layout=dst, strides=strides(dst), block_ids=part.dst_block_ids, first_token=part.dst_first_token)
-    layers, heads = _layer_axis(source, target), _head_axis(source, target)
+    layers, heads = _layer_axis(source, target, layer_ids), _head_axis(source, target)
+    if not len(layers.src):
+        return merge_runs([])
     segments = _segments(source, target, num_tokens)
     parts = []
     for length in np.unique(segments.num_tokens).tolist():  # whole blocks and at most a few odd ends
@@ -185,11 +190,15 @@ def _end_head(one: PoolLayout, other: PoolLayout) -> int:
     return min(one.head_start + one.num_heads, other.head_start + other.num_heads)
 
 
-def _layer_axis(source: _Side, target: _Side) -> _Axis:
-    slot_of = {layer_id: slot for slot, layer_id in enumerate(source.layout.layer_ids)}
+def _layer_axis(source: _Side, target: _Side, layer_ids: Container[int] | None) -> _Axis:
+    slot_of = {
+        layer_id: slot
+        for slot, layer_id in enumerate(source.layout.layer_ids)
+        if layer_ids is None or layer_id in layer_ids
+    }
     target_ids = target.layout.layer_ids
     pairs = [(slot_of[layer_id], slot) for slot, layer_id in enumerate(target_ids) if layer_id in slot_of]
-    slots = np.array(pairs, np.int64)
+    slots = np.array(pairs, np.int64).reshape(-1, 2)
     return _Axis(src=slots[:, 0] * source.strides.layer, dst=slots[:, 1] * target.strides.layer)
 
 

@@ -86,6 +86,7 @@ class Batches:
     remote_offsets: Int64Array  # [R]
     lengths: Int64Array  # [R]
     ends: Int64Array  # [num batches], run index after each batch
+    last_layer_ids: tuple[int, ...]  # [num batches], the last layer that has bytes in it or in one before
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -99,20 +100,55 @@ class Batches:
         return int(lengths.sum())
 
 
-def make_batches(command: TransferCommand, pairs: Sequence[LayoutPair], *, batch_bytes: int) -> Batches:
-    """What `command` asks of this rank towards one peer. Raises ValueError for blocks that do not fit the pools."""
+def make_batches(
+    command: TransferCommand, pairs: Sequence[LayoutPair], *, batch_bytes: int, num_waves: int = 1
+) -> Batches:
+    """What `command` asks of this rank towards one peer, in num_waves waves of layers, first layers first.
+
+    Raises ValueError for blocks that do not fit the pools.
+    """
+    waves = []
+    for layer_ids in _waves(pairs, num_waves):
+        runs = split_runs(_runs_of(command, pairs, layer_ids), batch_bytes)
+        waves.append(_Wave(runs=runs, ends=_batch_ends(runs, batch_bytes), last_layer_id=layer_ids.stop - 1))
+    src = np.concatenate([wave.runs.src_offsets for wave in waves])
+    dst = np.concatenate([wave.runs.dst_offsets for wave in waves])
     is_push = command.mode is TransferMode.PUSH
+    num_runs_before = np.cumsum([0, *(len(wave.runs) for wave in waves[:-1])])
+    return Batches(
+        local_offsets=src if is_push else dst,
+        remote_offsets=dst if is_push else src,
+        lengths=np.concatenate([wave.runs.lengths for wave in waves]),
+        ends=np.concatenate([wave.ends + before for wave, before in zip(waves, num_runs_before, strict=True)]),
+        last_layer_ids=tuple(wave.last_layer_id for wave in waves for _ in wave.ends),
+    )
+
+
+def _runs_of(command: TransferCommand, pairs: Sequence[LayoutPair], layer_ids: range) -> Runs:
+    """Everything of some layers that this rank exchanges with one peer."""
     found = []
     for part in command.parts:
         for own, peer in pairs:
-            src, dst = (own, peer) if is_push else (peer, own)
-            if src.group == part.src_group and dst.group == part.dst_group:
-                found.append(intersect_runs(src, dst, _in_whole_blocks(part, src, dst)))
-    runs = split_runs(merge_runs(found), batch_bytes)
-    local, remote = (runs.src_offsets, runs.dst_offsets) if is_push else (runs.dst_offsets, runs.src_offsets)
-    return Batches(
-        local_offsets=local, remote_offsets=remote, lengths=runs.lengths, ends=_batch_ends(runs, batch_bytes)
-    )
+            source, target = (own, peer) if command.mode is TransferMode.PUSH else (peer, own)
+            if source.group == part.src_group and target.group == part.dst_group:
+                whole = _in_whole_blocks(part, source, target)
+                found.append(intersect_runs(source, target, whole, layer_ids=layer_ids))
+    return merge_runs(found)
+
+
+class _Wave(NamedTuple):
+    """Runs of some layers, and where their batches end."""
+
+    runs: Runs
+    ends: Int64Array
+    last_layer_id: int
+
+
+def _waves(pairs: Sequence[LayoutPair], num_waves: int) -> list[range]:
+    """Layer ids cut into at most num_waves ranges that hold equally many of this rank's layers."""
+    layer_ids = sorted({layer_id for own, _ in pairs for layer_id in own.layer_ids})
+    cuts = np.array_split(np.array(layer_ids, np.int64), max(1, min(num_waves, len(layer_ids))))
+    return [range(int(cut[0]), int(cut[-1]) + 1) for cut in cuts if len(cut)] or [range(1)]
 
 
 def choose_shares(own: PoolEndpoint, links: Sequence[Link], mode: TransferMode) -> list[Share]:

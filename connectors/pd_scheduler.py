@@ -89,12 +89,21 @@ class PdScheduler:
         self._num_ranks[instance_id] = num_ranks
 
     def begin(
-        self, parts: Sequence[TransferPart], *, src_instance_id: str, dst_instance_id: str, now_s: float
+        self,
+        parts: Sequence[TransferPart],
+        *,
+        src_instance_id: str,
+        dst_instance_id: str,
+        now_s: float,
+        after_step: int | None = None,
     ) -> TransferCommand:
         """Number a transfer and follow it. Send the command to every rank of command.executing_instance_id.
 
-        Raises ValueError for an instance that add_instance() does not know.
+        `after_step`: of the source; what it has not computed by then travels as it does. Raises ValueError for an
+        instance that add_instance() does not know, and for a pull that is to wait for a step.
         """
+        if after_step is not None and self.mode is not TransferMode.PUSH:
+            raise ValueError(f"after_step={after_step} with mode {self.mode}: who reads cannot see steps; use push")
         command = TransferCommand(
             transfer_id=self._next_id,
             mode=self.mode,
@@ -102,6 +111,7 @@ class PdScheduler:
             dst_instance_id=dst_instance_id,
             parts=tuple(parts),
             deadline_s=self.transfer_timeout_s,
+            after_step=after_step,
         )
         for instance_id in (src_instance_id, dst_instance_id):
             if instance_id not in self._num_ranks:

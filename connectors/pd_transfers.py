@@ -7,6 +7,9 @@ Used by the transfer thread only; never waits. Owned by PdWorker, which owns the
                   | error, deadline, bad blocks -> QUIESCING -- flushed or ----> FAILED
                                                    link closed after quiesce_timeout_s
 
+A transfer with after_step moves what of the source's layers is computed, wave by wave: a batch waits for the last
+layer that has bytes in it.
+
 A transfer is cut into batches of batch_bytes, of which num_batches_in_flight are posted and not yet flushed per
 peer, so that memory, cancellation and other transfers never wait for more than that.
 """
@@ -30,6 +33,7 @@ from blockferry.connectors.base import (
     TransferState,
     TransportError,
 )
+from blockferry.connectors.compute_progress import ComputeProgress, StepMark
 from blockferry.connectors.pd_links import Batches, Link, choose_shares, make_batches
 
 logger = logging.getLogger(__name__)
@@ -41,6 +45,7 @@ class TransferLimits:
 
     batch_bytes: int = 8 << 20
     num_batches_in_flight: int = 2
+    num_layer_waves: int = 4  # of transfers that start while the source's layers compute
     quiesce_timeout_s: float = 2.0  # after a deadline: how long to wait for what was posted before the link is closed
 
 
@@ -87,6 +92,12 @@ class _Transfer:
     quiesce_deadline_s: float = 0.0
     is_quiesced: bool = True
 
+    def awaited(self, part: _Part) -> StepMark | None:
+        """The layer that a part's next batch waits for; None: no layer, or no batch is left."""
+        if self.command.after_step is None or part.num_posted == len(part.batches):
+            return None
+        return StepMark(self.command.after_step, part.batches.last_layer_ids[part.num_posted])
+
     @property
     def deadline_s(self) -> float:
         return self.quiesce_deadline_s if self.ending else self.started_s + self.command.deadline_s
@@ -110,12 +121,14 @@ class Transfers:
         links: Mapping[str, Sequence[Link]],  # by instance; read at every start
         on_event: EventSink,
         limits: TransferLimits,
+        progress: ComputeProgress,
     ) -> None:
         self._own = own
         self._rank = rank
         self._links = links
         self._on_event = on_event
         self._limits = limits
+        self._progress = progress
         self._active: dict[int, _Transfer] = {}
 
     def __len__(self) -> int:
@@ -124,6 +137,12 @@ class Transfers:
     def next_deadline_s(self) -> float:
         """The earliest deadline, on time.monotonic(); infinite when there is none."""
         return min((transfer.deadline_s for transfer in self._active.values()), default=float("inf"))
+
+    def next_mark(self) -> StepMark | None:
+        """The first layer that a transfer waits for."""
+        active = [transfer for transfer in self._active.values() if transfer.ending is None]
+        marks = [mark for one in active for part in one.parts if (mark := one.awaited(part)) is not None]
+        return min((mark for mark in marks if not self._progress.has_reached(mark)), default=None)
 
     def start(self, command: TransferCommand, *, received_s: float) -> None:
         """Begin a transfer; a command that cannot work ends at the next advance()."""
@@ -176,7 +195,12 @@ class Transfers:
             _Part(
                 link=share.link,
                 peer=share.link.peer(),
-                batches=make_batches(command, share.pairs, batch_bytes=self._limits.batch_bytes),
+                batches=make_batches(
+                    command,
+                    share.pairs,
+                    batch_bytes=self._limits.batch_bytes,
+                    num_waves=1 if command.after_step is None else self._limits.num_layer_waves,
+                ),
             )
             for share in choose_shares(self._own, links, command.mode)
         ]
@@ -195,7 +219,10 @@ class Transfers:
 
     def _may_post(self, transfer: _Transfer, part: _Part) -> bool:
         has_room = len(part.flushes) < self._limits.num_batches_in_flight
-        return transfer.ending is None and part.num_posted < len(part.batches) and has_room
+        if transfer.ending is not None or part.num_posted == len(part.batches) or not has_room:
+            return False
+        mark = transfer.awaited(part)
+        return mark is None or self._progress.has_reached(mark)
 
     def _finish(self, transfer: _Transfer) -> bool:
         """Report what has ended, end what is late; True when it did either."""

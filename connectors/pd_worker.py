@@ -29,6 +29,7 @@ from blockferry.connectors.base import (
     Transport,
     TransportError,
 )
+from blockferry.connectors.compute_progress import ComputeProgress
 from blockferry.connectors.pd_links import Link
 from blockferry.connectors.pd_transfers import TransferLimits, Transfers
 
@@ -58,12 +59,18 @@ class PdWorker:
         own: RankIdentity,
         on_event: EventSink,
         options: PdWorkerOptions = PdWorkerOptions(),
+        *,
+        progress: ComputeProgress | None = None,
     ) -> None:
-        """`on_event` is called on the transfer thread and must return at once. Takes over the transport."""
+        """`on_event` is called on the transfer thread and must return at once. Takes over the transport.
+
+        `progress`: of the rank's model thread; without one, transfers that wait for a step never move.
+        """
         self._transport = transport
         self._identity = own
         self._on_event = on_event
         self._options = options
+        self._progress = progress or ComputeProgress()
         self._region: Region | None = None
         self._own: PoolEndpoint | None = None
         self._links: dict[str, list[Link]] = {}  # by instance
@@ -110,6 +117,7 @@ class PdWorker:
             links=self._links,
             on_event=self._on_event,
             limits=self._options.limits,
+            progress=self._progress,
         )
         name = f"transfer-{self._identity.instance_id}-{self._identity.rank}"
         self._thread = threading.Thread(target=self._run, args=(transfers,), name=name, daemon=True)
@@ -199,10 +207,17 @@ class PdWorker:
                 has_moved = self._transport.progress()
                 has_moved |= transfers.advance()
                 if not has_moved and self._messages.empty():
-                    self._transport.wait(min(self._options.idle_wait_s, transfers.next_deadline_s() - time.monotonic()))
+                    self._wait(transfers)
         finally:
             transfers.fail_all("the transfer thread has stopped")
             self._transport.close()  # and with it every link
+
+    def _wait(self, transfers: Transfers) -> None:
+        """Sleep until there is something to do: a message, a peer's word, a computed layer, a deadline."""
+        mark = transfers.next_mark()
+        self._progress.await_mark(mark, self._transport.wake)
+        if mark is None or not self._progress.has_reached(mark):
+            self._transport.wait(min(self._options.idle_wait_s, transfers.next_deadline_s() - time.monotonic()))
 
     def _take_messages(self, transfers: Transfers) -> None:
         while not self._messages.empty():

@@ -105,6 +105,7 @@ class ConnectorConfig:
     kind: str = "pd"
     transport: str = "ucx"  # or "loopback" (one process, tests)
     mode: str = "push"  # or "pull"
+    overlap: str = "layers"  # blocks travel while later layers compute; "chunks": later chunks; "none": once all is
     lease_s: float = 60.0  # a source's blocks are held at most this long after its prefill
     transfer_timeout_s: float = 30.0
     load_failure_policy: str = "recompute"  # or "fail"

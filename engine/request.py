@@ -90,6 +90,7 @@ class RequestStats:
     num_preemptions: int
     queued_s: float  # arrival to first scheduled
     prefill_s: float  # first scheduled to first token
-    transfer_s: float  # 0.0 when nothing was ferried
+    transfer_s: float  # from the computed prompt to the last byte's arrival; 0.0 when nothing was ferried
     transfer_bytes: int
     transfer_blocks: int
+    transfer_saved_bytes: int  # of the prompt's keys and values: the decode side had them, or never reads them

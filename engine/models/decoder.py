@@ -162,8 +162,9 @@ class Decoder:
     def forward(self, x_TE: torch.Tensor, step: Step) -> torch.Tensor:
         """Run this stage's layers. Returns [T, E], the input of the next stage or of logits()."""
         residual_TE: torch.Tensor | None = None
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers, start=self.shard.layers.start):
             x_TE, residual_TE = layer.forward(x_TE, residual_TE, step)
+            step.layer_done(number)
         return x_TE if residual_TE is None else residual_TE + x_TE
 
     def logits(self, hidden_SE: torch.Tensor) -> torch.Tensor | None:

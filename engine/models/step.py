@@ -8,6 +8,7 @@ Legend: T tokens of the step, N tokens of an encoder's input, H query heads, K K
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -47,9 +48,19 @@ class Caches(Protocol):
         """Attend from every token to the whole of its row's encoder input, written before: [T, H, D]."""
 
 
+LayerDone = Callable[[int], None]
+"""Told the number of every layer that has written the step to its caches."""
+
+
+def nobody_waits(number: int) -> None:
+    """Of a step whose layers nobody waits for."""
+    del number
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One step of one stage."""
 
     positions_T: torch.Tensor  # int64
     caches: Caches
+    layer_done: LayerDone = nobody_waits

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from blockferry.connectors.base import TransferPart
 from blockferry.engine.errors import LedgerCorrupted
 from blockferry.engine.kv.block_pool import NULL_BLOCK_ID
 from blockferry.engine.kv.groups import rule_of
 from blockferry.engine.kv.reach import cdiv
-from blockferry.engine.request import Int64Array
+from blockferry.engine.request import Int32Array, Int64Array
 from blockferry.engine.scheduler.batch import Phase
 from blockferry.engine.scheduler.handoff import Handoff, HandoffState
 from blockferry.engine.scheduler.instance import Instance
@@ -54,23 +55,24 @@ def check_handoffs(handoffs: Iterable[Handoff]) -> None:
         if is_reserved:
             phase = handoff.target.batch.phase[handoff.target_row]
             _require(phase == Phase.INCOMING, handoff.target, "a reserved row is not INCOMING", handoff.target_row)
-        if handoff.transfer_id is not None:
-            _check_transfer(handoff)
+        for parts in handoff.under_way.values():
+            _check_transfer(handoff, parts)
 
 
-def _check_transfer(handoff: Handoff) -> None:
-    """Bytes may be under way: the blocks they leave and reach are held, and no step writes them."""
-    source, target = handoff.source, handoff.target
-    is_fenced = target.retired_step < handoff.fence_step
-    _require(not is_fenced, target, f"a transfer runs before step {handoff.fence_step} retired", handoff.ticket.handle)
-    for part in handoff.parts:
-        for instance, row, group, block_ids in (
-            (source, handoff.source_row, part.src_group, part.src_block_ids),
-            (target, handoff.target_row, part.dst_group, part.dst_block_ids),
-        ):
-            lost = np.setdiff1d(block_ids, instance.kv.block_ids(row, group)).tolist()
-            _require(not lost, instance, f"row {row} gave blocks of group {group} back that are ferried", lost)
-            _require(NULL_BLOCK_ID not in block_ids, instance, f"row {row} ferries null blocks of group", group)
+def _check_transfer(handoff: Handoff, parts: Iterable[TransferPart]) -> None:
+    """Bytes may be under way: the blocks they reach are held, those they leave while they are wanted."""
+    target = handoff.target
+    _require(handoff.is_passable, target, f"a transfer runs before step {handoff.fence_step} retired", handoff)
+    for part in parts:
+        _check_held(target, handoff.target_row, part.dst_group, part.dst_block_ids)
+        if handoff.state is not HandoffState.QUIESCING:
+            _check_held(handoff.source, handoff.source_row, part.src_group, part.src_block_ids)
+
+
+def _check_held(instance: Instance, row: int, group: int, block_ids: Int32Array) -> None:
+    lost = np.setdiff1d(block_ids, instance.kv.block_ids(row, group)).tolist()
+    _require(not lost, instance, f"row {row} gave blocks of group {group} back that are ferried", lost)
+    _require(NULL_BLOCK_ID not in block_ids, instance, f"row {row} ferries null blocks of group", group)
 
 
 def _check_row(instance: Instance, row: int, samples: Int64Array) -> None:

@@ -22,7 +22,7 @@ from blockferry.engine.kv.block_hash import encoder_key
 from blockferry.engine.request import FinishReason, Request
 from blockferry.engine.scheduler import admission, audit, reports
 from blockferry.engine.scheduler.ferried import check_ferriable
-from blockferry.engine.scheduler.handoff import Handoff, HandoffFailed, LoadFailurePolicy
+from blockferry.engine.scheduler.handoff import Handoff, HandoffFailed, HandoffOptions
 from blockferry.engine.scheduler.instance import Instance
 from blockferry.engine.scheduler.outputs import Finished, InstanceLoad, Route, StepOutput
 from blockferry.engine.scheduler.schedule import StepScheduler
@@ -43,15 +43,13 @@ class CentralScheduler:
         instances: Iterable[Instance],
         *,
         connector: PdScheduler | None = None,
-        lease_s: float = 60.0,
-        transfer_timeout_s: float = 30.0,
-        load_failure_policy: str = LoadFailurePolicy.RECOMPUTE,
+        handoffs: HandoffOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`connector` may be None when no route names two instances; every instance is declared to it here.
 
-        Raises ValueError for an unknown policy, ConfigError for a connector between ledgers whose groups differ or
-        cannot be ferried.
+        Raises ValueError for an unknown order of requests, ConfigError for a connector between ledgers whose layers
+        differ or cannot be ferried.
         """
         self._instances = {instance.instance_id: instance for instance in instances}
         self._steppers = {instance_id: StepScheduler(one) for instance_id, one in self._instances.items()}
@@ -63,11 +61,9 @@ class CentralScheduler:
         if connector is not None:
             check_ferriable(self._instances.values())
         self._can_ferry = connector is not None
+        handoffs = handoffs or HandoffOptions()
         self._handoffs = Handoffs(
-            connector or PdScheduler(mode=TransferMode.PUSH, transfer_timeout_s=transfer_timeout_s),
-            lease_s=lease_s,
-            transfer_timeout_s=transfer_timeout_s,
-            policy=LoadFailurePolicy(load_failure_policy),
+            connector or PdScheduler(mode=TransferMode.PUSH, transfer_timeout_s=handoffs.transfer_timeout_s), handoffs
         )
         self._clock = clock
         self._tickets: dict[int, Ticket] = {}
@@ -123,7 +119,10 @@ class CentralScheduler:
         """The instance's next step; None when there is nothing to do now or enough steps are in flight."""
         if instance_id in self._failures:
             return None
-        return self._steppers[instance_id].schedule(self._clock(), self._handoffs)
+        now_s = self._clock()
+        plan = self._steppers[instance_id].schedule(now_s, self._handoffs)
+        self._handoffs.launch(now_s)
+        return plan
 
     def commit(self, instance_id: str, result: StepResult) -> StepOutput:
         """Apply the result of the instance's oldest step in flight; a failed step fails the instance.
@@ -136,12 +135,14 @@ class CentralScheduler:
             return self.fail_instance(instance_id, result.error)
         now_s = self._clock()
         update = apply_result(self._instances[instance_id], result, now_s)
-        for sequence in update.prompt_ready:
-            self._handoffs.prompt_ready(sequence, now_s)
+        failed = [one for sequence in update.prompt_ready for one in self._handoffs.prompt_ready(sequence, now_s)]
         finished = tuple(self._finish_ended(ended) for ended in update.ended)
         self._handoffs.launch(now_s)
         return StepOutput(
-            handles=update.handles, token_ids=update.token_ids, logprobs=update.logprobs, finished=finished
+            handles=update.handles,
+            token_ids=update.token_ids,
+            logprobs=update.logprobs,
+            finished=finished + self._finish_failed(failed).finished,
         )
 
     # transfers and time

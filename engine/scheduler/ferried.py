@@ -2,20 +2,23 @@
 
 Reads the tables of both sides; takes and changes nothing. Knows block sizes and reach, never bytes. Sides that are
 planned for other shapes may group the same layers otherwise: a group of D is filled from all groups of P that its
-layers are in.
+layers are in. A prompt travels whole or in pieces, one after the other, that end where blocks of both sides end in
+every group.
 
     attention, columns of D   | null: out of reach | hit: D has them | taken for what comes |
                                                                      ^ first column        ^ prompt's end
     state                     | null                                      | running state   |
 
-D's first column may start with a token that P let go of before its last chunk, where D's blocks are larger; then the
-first one that P holds is the first to travel. What cross attention reads of the encoder's input travels whole. Scratch
-rings are not ferried.
+D's first column may start with tokens that no later one reads, where D's blocks are larger; P lets go of them on its
+way, so the first one to travel is in the P block of the first token that is read. The state and what cross attention
+reads of the encoder's input travel whole, with the last piece. Scratch rings are not ferried.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -26,19 +29,35 @@ from blockferry.engine.config import Role
 from blockferry.engine.errors import ConfigError
 from blockferry.engine.kv.block_pool import NULL_BLOCK_ID
 from blockferry.engine.kv.groups import rule_of
-from blockferry.engine.kv.reach import FullReach, SpecKind
+from blockferry.engine.kv.reach import FullReach, SpecKind, cdiv
 from blockferry.engine.kv.spec import AttentionSpec, KVCacheGroup, LayerSpec, one_layer
 from blockferry.engine.request import Int32Array
 from blockferry.engine.scheduler.handoff import Handoff
 from blockferry.engine.scheduler.instance import Instance
 
 
-def ferried_parts(handoff: Handoff) -> tuple[TransferPart, ...]:
-    """What must be moved so that the decode side can go on after the prompt; groups that need nothing are left out.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens [start, stop) of a prompt."""
 
-    Both sides must have their rows, and the prompt must be computed on the prefill side.
+    start: int
+    stop: int
+
+
+def piece_of(handoff: Handoff, num_computed: int) -> Piece:
+    """The piece that may travel next when num_computed tokens of the prompt are computed; empty: none yet."""
+    if num_computed >= handoff.ticket.num_prompt_tokens:
+        return Piece(handoff.num_sent, handoff.ticket.num_prompt_tokens)
+    step = _piece_multiple(handoff)
+    return Piece(handoff.num_sent, max(handoff.num_sent, num_computed // step * step))
+
+
+def ferried_parts(handoff: Handoff, piece: Piece) -> tuple[TransferPart, ...]:
+    """What of a piece must be moved so that the decode side can go on after the prompt.
+
+    Groups that need nothing are left out. Both sides must have their rows, and the prefill side blocks for the piece.
     """
-    return tuple(_parts(handoff))
+    return tuple(_parts(handoff, piece))
 
 
 class _Groups(NamedTuple):
@@ -48,22 +67,66 @@ class _Groups(NamedTuple):
     dst: int
 
 
-def _parts(handoff: Handoff) -> Iterator[TransferPart]:
+def _parts(handoff: Handoff, piece: Piece) -> Iterator[TransferPart]:
     sources, targets = handoff.source.kv.config.groups, handoff.target.kv.config.groups
     source_of = {layer_id: number for number, group in enumerate(sources) for layer_id in group.layer_ids}
     for number, group in enumerate(targets):
         for source in sorted({source_of[layer_id] for layer_id in group.layer_ids}):
-            part = _part(handoff, _Groups(source, number), group)
+            part = _part(handoff, _Groups(source, number), piece)
             if part is not None:
                 yield part
 
 
-def _part(handoff: Handoff, groups: _Groups, target: KVCacheGroup) -> TransferPart | None:
+def _part(handoff: Handoff, groups: _Groups, piece: Piece) -> TransferPart | None:
+    target, is_last = handoff.target.kv.config.groups[groups.dst], piece.stop == handoff.ticket.num_prompt_tokens
     if target.spec.kind is SpecKind.CROSS_ATTENTION:
-        return _encoder_part(handoff, groups)
+        return _encoder_part(handoff, groups) if is_last else None
     if target.spec.kind is SpecKind.MAMBA:
-        return _state_part(handoff, groups)
-    return None if rule_of(target.spec) is None else _attention_part(handoff, groups)
+        return _state_part(handoff, groups) if is_last else None
+    return None if rule_of(target.spec) is None else _attention_part(handoff, groups, piece)
+
+
+def part_bytes(handoff: Handoff, part: TransferPart) -> float:
+    """What a part weighs, by the specs of the decode side; on the wire it may be sent by several ranks."""
+    group = handoff.target.kv.config.groups[part.dst_group]
+    shared = set(handoff.source.kv.config.groups[part.src_group].layer_ids)
+    return part.num_tokens * sum(
+        _token_bytes(spec)
+        for layer_id, spec in zip(group.layer_ids, group.layer_specs, strict=True)
+        if layer_id in shared
+    )
+
+
+def whole_bytes(handoff: Handoff) -> float:
+    """What all of a prompt's cache weighs: every token of every layer that attends, and the states after the last."""
+    total = 0.0
+    for group in handoff.target.kv.config.groups:
+        num_tokens = handoff.ticket.num_prompt_tokens
+        if group.spec.kind is SpecKind.CROSS_ATTENTION:
+            num_tokens = handoff.ticket.num_encoder_tokens
+        elif group.spec.kind is SpecKind.MAMBA:
+            num_tokens = 1
+        elif rule_of(group.spec) is None:
+            num_tokens = 0
+        total += num_tokens * sum(_token_bytes(spec) for spec in group.layer_specs)
+    return total
+
+
+def _token_bytes(spec: LayerSpec) -> float:
+    """Of one token; of a recurrent layer, of its state."""
+    num_tokens = 1 if spec.kind is SpecKind.MAMBA else spec.tokens_per_block
+    return spec.unpadded_page_size_bytes / num_tokens
+
+
+def _piece_multiple(handoff: Handoff) -> int:
+    """Tokens after which a block ends on both sides, in every group whose tokens travel."""
+    sizes = [
+        _tokens_per_block(instance, number)
+        for instance in (handoff.source, handoff.target)
+        for number, group in enumerate(instance.kv.config.groups)
+        if group.spec.kind is not SpecKind.MAMBA and rule_of(group.spec) is not None
+    ]
+    return math.lcm(*sizes)
 
 
 def _encoder_part(handoff: Handoff, groups: _Groups) -> TransferPart:
@@ -92,35 +155,40 @@ def _state_part(handoff: Handoff, groups: _Groups) -> TransferPart:
     )
 
 
-def _attention_part(handoff: Handoff, groups: _Groups) -> TransferPart | None:
-    num_tokens = handoff.ticket.num_prompt_tokens
-    src_block_ids = _prompt_blocks(handoff.source, handoff.source_row, groups.src)
-    dst_block_ids = _prompt_blocks(handoff.target, handoff.target_row, groups.dst)
-    src_size, dst_size = _tokens_per_block(handoff.source, groups.src), _tokens_per_block(handoff.target, groups.dst)
-    # a hit's whole blocks are shared; one that it ends inside of is the row's own copy, and travels whole
-    dst_column = max(handoff.target_sequence.num_hit_tokens // dst_size, _first_held(dst_block_ids))
-    first_token = max(dst_column * dst_size, _first_held(src_block_ids) * src_size)
-    _check_reach(handoff, groups.src, first_token, dst_column * dst_size)
-    if first_token >= num_tokens:
+def _attention_part(handoff: Handoff, groups: _Groups, piece: Piece) -> TransferPart | None:
+    first_token = max(piece.start, _first_wanted(handoff, groups))
+    if first_token >= piece.stop:
         return None
-    src_column, dst_column = first_token // src_size, first_token // dst_size
+    src_size, dst_size = _tokens_per_block(handoff.source, groups.src), _tokens_per_block(handoff.target, groups.dst)
+    src_columns = slice(first_token // src_size, cdiv(piece.stop, src_size))
+    dst_columns = slice(first_token // dst_size, cdiv(piece.stop, dst_size))
+    src_block_ids = handoff.source.kv.block_ids(handoff.source_row, groups.src)[src_columns]
+    dst_block_ids = handoff.target.kv.block_ids(handoff.target_row, groups.dst)[dst_columns]
+    assert NULL_BLOCK_ID not in src_block_ids, (handoff.ticket.handle, groups, piece, src_block_ids)
+    assert NULL_BLOCK_ID not in dst_block_ids, (handoff.ticket.handle, groups, piece, dst_block_ids)
     return TransferPart(
         src_group=groups.src,
         dst_group=groups.dst,
-        src_block_ids=src_block_ids[src_column:],
-        dst_block_ids=dst_block_ids[dst_column:],
-        num_tokens=num_tokens - first_token,
+        src_block_ids=src_block_ids,
+        dst_block_ids=dst_block_ids,
+        num_tokens=piece.stop - first_token,
         first_token=first_token % src_size,
         dst_first_token=first_token % dst_size,
     )
 
 
-def _check_reach(handoff: Handoff, group: int, first_token: int, first_wanted: int) -> None:
-    """The source must hold every token that the next one reads and that the target lacks."""
-    rule = rule_of(handoff.source.kv.config.groups[group].spec)
-    assert rule is not None, group
-    first_read = int(rule.num_skipped(handoff.ticket.num_prompt_tokens))
-    assert first_token <= max(first_wanted, first_read), (handoff.ticket.handle, group, first_token, first_wanted)
+def _first_wanted(handoff: Handoff, groups: _Groups) -> int:
+    """The first token that the decode side lacks and that a token after the prompt reads, or one shortly before."""
+    dst_block_ids = _prompt_blocks(handoff.target, handoff.target_row, groups.dst)
+    src_size, dst_size = _tokens_per_block(handoff.source, groups.src), _tokens_per_block(handoff.target, groups.dst)
+    # a hit's whole blocks are shared; one that it ends inside of is the row's own copy, and travels whole
+    dst_column = max(handoff.target_sequence.num_hit_tokens // dst_size, _first_held(dst_block_ids))
+    rule = rule_of(handoff.source.kv.config.groups[groups.src].spec)
+    assert rule is not None, groups
+    num_prompt_tokens = handoff.ticket.num_prompt_tokens
+    is_kept = rule.first_skippable(num_prompt_tokens, src_size) > 0  # all of the prompt
+    first_read = 0 if is_kept else max(0, int(rule.num_skipped(num_prompt_tokens)))
+    return max(dst_column * dst_size, first_read // src_size * src_size)
 
 
 def _prompt_blocks(instance: Instance, row: int, group: int) -> Int32Array:

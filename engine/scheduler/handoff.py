@@ -1,34 +1,40 @@
 """One request's way from a prefill instance to a decode instance: its states and what it holds. Data only.
 
-                admitted on P            prompt computed,          D steps that write D's blocks
-                blocks on D allocated    P's last chunk retired    otherwise have retired (fence)
-    WAITING ----------------> RESERVED ----------------> FENCED ----------------> FERRYING
-       ^                         |  |                      |  |                   |  |   |
-       +-------------------------+  | abort,               |  | lease over,       |  |   | every rank DONE:
-         preempted on P:            | ended on P           |  | P lost            |  |   | P's blocks go, D decodes
-         D's blocks go back         v                      |  v                   |  |   +---> (delivered)
-                                  (gone) <-----------------+ (failed) <-----------+  |
-                                    ^          abort         in place   every rank   | abort, lease over, ranks
-                                    |                                   reported,    | silent, P lost
-                                    |                                   not all DONE v
-                                    +---------------------------------------- QUIESCING
-                               all ranks report no byte under way, or lease and one timeout are over
+                admitted on P                prompt computed,
+                blocks on D allocated        first token known              nothing is left to travel
+    WAITING ----------------> RESERVED ----------------------> FERRYING -----------------------------> (delivered)
+       ^                         |  |                           |    |                          P's blocks go, D decodes
+       |  preempted on P         |  | abort,                    |    |
+       +-------------------------+  | ended on P                |    | a transfer failed, abort, lease over, ranks
+         D's blocks go back,        |                           |    | silent, P lost
+         or quiesce, as below       v                           v    v
+                                    (nothing under way: the blocks of both sides go)
+                                    (else: P's blocks go at once, D's are held)
+                                                   |
+                                                   v
+                                               QUIESCING -- no transfer under way, or time is up --> (gone)
 
-failed in place   no byte will land any more: the blocks of both sides go. Policy fail ends the request, policy
-                  recompute lets it wait on D to be computed anew: D's blocks are those that come after the prompt,
-                  which may lack what the prompt itself reads (windows, states)
-QUIESCING         a byte may still land: no block of either side is given back. The request has left: it
-                  ended, or (policy recompute) waits on D to be computed in other blocks
+Transfers begin once the fence has passed: the D steps that may still write D's blocks have retired. With overlap they
+begin in RESERVED, piece by piece as P computes; without, in FERRYING. Any number may be under way.
+
+A transfer that fails while P still computes stops all others; what then happens is decided when the prompt is
+computed. Policy fail ends the request, policy recompute lets it wait on D to be computed anew, in other blocks: D's
+blocks are those that come after the prompt, which may lack what the prompt itself reads (windows, states).
+
+QUIESCING         a byte may still land in D's blocks, so they are held. The request has left: it ended, or waits on D,
+                  or waits on P for another try. P's blocks were given back: whatever is read of them now, nobody uses
 
 Owns nothing but the values; transfers.py moves them from state to state.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
+from typing import NamedTuple
 
-from blockferry.connectors.base import TransferPart
+from blockferry.connectors.base import Overlap, TransferPart
 from blockferry.engine.scheduler.instance import Instance
 from blockferry.engine.scheduler.sequence import Sequence, Ticket
 
@@ -38,7 +44,6 @@ class HandoffState(enum.Enum):
 
     WAITING = "waiting"
     RESERVED = "reserved"
-    FENCED = "fenced"
     FERRYING = "ferrying"
     QUIESCING = "quiescing"
 
@@ -48,6 +53,23 @@ class LoadFailurePolicy(enum.StrEnum):
 
     RECOMPUTE = "recompute"
     FAIL = "fail"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffOptions:
+    """How a deployment hands sequences over."""
+
+    overlap: Overlap = Overlap.NONE
+    lease_s: float = 60.0  # from the computed prompt, or the last piece sent: then its blocks are no longer waited for
+    transfer_timeout_s: float = 30.0
+    load_failure_policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE
+
+
+class ComputedTo(NamedTuple):
+    """A step of the prefill instance and how many tokens of the prompt are computed after it."""
+
+    step_id: int
+    num_tokens: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,15 +91,27 @@ class Handoff:
     target_sequence: Sequence
     state: HandoffState = HandoffState.WAITING
     fence_step: int = -1  # D steps up to here must have retired before bytes may land, see Instance.reserve
+    planned: collections.deque[ComputedTo] = dataclasses.field(default_factory=collections.deque)
+    num_sent: int = 0  # tokens of the prompt that have travelled, are under way or need not travel
+    under_way: dict[int, tuple[TransferPart, ...]] = dataclasses.field(default_factory=dict)  # by transfer_id
+    failure: str = ""  # why not all of it will arrive; nothing more is sent
+    may_land_late: bool = False  # a dropped connection may hold bytes: only time makes D's blocks safe
     first_token_id: int | None = None
+    ready_s: float = 0.0  # when the prompt was computed
     lease_ends_s: float = 0.0
-    transfer_id: int | None = None
-    parts: tuple[TransferPart, ...] = ()  # of the transfer, once there is one
+    num_blocks: int = 0  # of the decode side that were sent to, of all groups
+    weight: float = 0.0  # of what was sent, see ferried.part_bytes
+    num_bytes: int = 0  # that have arrived
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks of the decode side that are ferried, of all groups."""
-        return sum({part.dst_group: len(part.dst_block_ids) for part in self.parts}.values())
+    def is_passable(self) -> bool:
+        """Whether bytes may land in D's blocks."""
+        return self.target.retired_step >= self.fence_step
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of the prompt has arrived."""
+        return self.num_sent >= self.ticket.num_prompt_tokens and not self.under_way and not self.failure
 
     @property
     def source_row(self) -> int:
@@ -91,10 +125,15 @@ class Handoff:
         assert self.target_sequence.row is not None, self.state
         return self.target_sequence.row
 
-    def give_back(self) -> None:
-        """Free rows and blocks of both sides; only when no byte may land any more."""
-        self.source.drop(self.source_sequence)
-        self.target.drop(self.target_sequence)
+    def renewed(self) -> Handoff:
+        """The same hand-over before anything was reserved for it."""
+        return Handoff(
+            ticket=self.ticket,
+            source=self.source,
+            source_sequence=self.source_sequence,
+            target=self.target,
+            target_sequence=dataclasses.replace(self.target_sequence, row=None, num_hit_tokens=0),
+        )
 
     def describe_failure(self, reason: str) -> str:
         """The failure, naming both peers."""

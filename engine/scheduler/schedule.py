@@ -23,6 +23,7 @@ import numpy as np
 from blockferry.engine.kv.hit_search import PrefixHit
 from blockferry.engine.request import BoolArray, Int32Array
 from blockferry.engine.scheduler.batch import Phase, RowView
+from blockferry.engine.scheduler.handoff import ComputedTo
 from blockferry.engine.scheduler.instance import Instance, Kept, StepRecord
 from blockferry.engine.scheduler.sequence import Sequence
 from blockferry.engine.wire import StepPlan
@@ -38,6 +39,9 @@ class HandoffGate(Protocol):
 
     def withdraw(self, sequence: Sequence) -> None:
         """Give the decode side back: the sequence was preempted before its prompt was computed."""
+
+    def computes(self, sequence: Sequence, computed_to: ComputedTo) -> None:
+        """A step that computes a chunk of the sequence's prompt is planned."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +101,14 @@ class StepScheduler:
         self._plan_prefills(draft, gate)
         if instance.num_preemptions == num_preemptions and self._can_admit():
             self._admit(draft, now_s, gate)
-        return None if draft.is_empty and not instance.owes_step else self._emit(draft)
+        if draft.is_empty and not instance.owes_step:
+            return None
+        plan = self._emit(draft)
+        for chunk in draft.chunks:
+            if chunk.sequence.is_ferried:
+                num_computed = int(instance.rows.num_computed_tokens[chunk.row])
+                gate.computes(chunk.sequence, ComputedTo(plan.step_id, num_computed))
+        return plan
 
     def _can_admit(self) -> bool:
         """False while older sequences lack blocks or are on their way back into the queue."""

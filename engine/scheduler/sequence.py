@@ -45,6 +45,7 @@ class Ticket:
     transfer_s: float = 0.0
     transfer_bytes: int = 0
     transfer_blocks: int = 0
+    transfer_saved_bytes: int = 0
 
     @property
     def handle(self) -> int:
@@ -100,6 +101,7 @@ class Ticket:
             transfer_s=self.transfer_s,
             transfer_bytes=self.transfer_bytes,
             transfer_blocks=self.transfer_blocks,
+            transfer_saved_bytes=self.transfer_saved_bytes,
         )
 
 

@@ -2,6 +2,12 @@
 
 Owns the hand-offs; issues TransferCommands through the connector and follows their outcomes. Moves no bytes,
 and ends no request itself: requests that fail are returned. ferried.py says what of a prompt travels.
+
+When a piece of a prompt may travel (P's steps; the fence on D apart):
+
+    overlap layers   once P's step that computes it is planned; ranks move each layer when they have computed it
+    overlap chunks   once that step has retired
+    overlap none     once all of the prompt is computed
 """
 
 from __future__ import annotations
@@ -10,10 +16,17 @@ from collections.abc import Callable
 
 import numpy as np
 
-from blockferry.connectors.base import TransferCommand, TransferEvent, TransferState
+from blockferry.connectors.base import Overlap, TransferCommand, TransferEvent, TransferState
 from blockferry.connectors.pd_scheduler import PdScheduler, TransferOutcome
-from blockferry.engine.scheduler.ferried import ferried_parts
-from blockferry.engine.scheduler.handoff import Handoff, HandoffFailed, HandoffState, LoadFailurePolicy
+from blockferry.engine.scheduler.ferried import Piece, ferried_parts, part_bytes, piece_of, whole_bytes
+from blockferry.engine.scheduler.handoff import (
+    ComputedTo,
+    Handoff,
+    HandoffFailed,
+    HandoffOptions,
+    HandoffState,
+    LoadFailurePolicy,
+)
 from blockferry.engine.scheduler.instance import Instance
 from blockferry.engine.scheduler.sequence import LOCAL_LANE, Sequence, Ticket
 
@@ -21,16 +34,13 @@ from blockferry.engine.scheduler.sequence import LOCAL_LANE, Sequence, Ticket
 class Handoffs:
     """The hand-offs of all requests. Called by CentralScheduler's thread; StepScheduler's gate."""
 
-    def __init__(
-        self, connector: PdScheduler, *, lease_s: float, transfer_timeout_s: float, policy: LoadFailurePolicy
-    ) -> None:
+    def __init__(self, connector: PdScheduler, options: HandoffOptions) -> None:
         self._connector = connector
-        self._lease_s = lease_s
-        self._transfer_timeout_s = transfer_timeout_s
-        self._policy = policy
+        self._options = options
         self._by_handle: dict[int, Handoff] = {}  # of requests that still depend on it
-        self._fenced: list[Handoff] = []  # those that launch() looks at
-        self._moving: dict[int, Handoff] = {}  # FERRYING and QUIESCING, by transfer_id
+        self._sending: list[Handoff] = []  # those that launch() looks at
+        self._quiescing: list[Handoff] = []
+        self._moving: dict[int, Handoff] = {}  # by transfer_id, of any state
         self._commands: list[TransferCommand] = []
         self._cancels: list[tuple[str, int]] = []
 
@@ -50,32 +60,47 @@ class Handoffs:
         return True
 
     def withdraw(self, sequence: Sequence) -> None:
-        """The sequence was preempted on P: its D blocks go back until it is admitted again (HandoffGate)."""
+        """The sequence was preempted on P: D's blocks go back, and are taken anew with its next admission."""
         handoff = self._in_state(sequence, HandoffState.RESERVED)
-        handoff.target.drop(handoff.target_sequence)
-        handoff.state = HandoffState.WAITING
+        self._by_handle[handoff.ticket.handle] = handoff.renewed()
+        self._release_target(handoff)
 
-    def prompt_ready(self, sequence: Sequence, now_s: float) -> None:
+    def computes(self, sequence: Sequence, computed_to: ComputedTo) -> None:
+        """A step of P that computes a chunk of the prompt is planned (HandoffGate)."""
+        handoff = self._in_state(sequence, HandoffState.RESERVED)
+        if self._options.overlap is not Overlap.NONE:
+            handoff.planned.append(computed_to)
+            self._send_soon(handoff)
+
+    def prompt_ready(self, sequence: Sequence, now_s: float) -> list[HandoffFailed]:
         """P's last chunk has retired and the first token is known."""
         handoff = self._in_state(sequence, HandoffState.RESERVED)
         handoff.first_token_id = int(handoff.source.rows.tokens(handoff.source_row)[-1])
-        handoff.lease_ends_s = now_s + self._lease_s
-        handoff.state = HandoffState.FENCED
-        self._fenced.append(handoff)
+        handoff.ready_s = now_s
+        handoff.lease_ends_s = now_s + self._options.lease_s
+        handoff.state = HandoffState.FERRYING
+        if handoff.failure:
+            return self._give_up(handoff, handoff.failure)
+        if not handoff.planned and handoff.num_sent < handoff.ticket.num_prompt_tokens:
+            handoff.planned.append(ComputedTo(handoff.source.retired_step, handoff.ticket.num_prompt_tokens))
+        self._send_soon(handoff)
+        return []
 
-    # the transfer
+    # transfers
 
     def launch(self, now_s: float) -> None:
-        """Issue the commands of hand-offs whose fence has passed."""
-        still_fenced = []
-        for handoff in self._fenced:
-            if self._by_handle.get(handoff.ticket.handle) is not handoff:
-                continue  # it ended at the fence
-            if handoff.target.retired_step >= handoff.fence_step:
-                self._start(handoff, now_s)
+        """Issue the commands of what may travel by now, and deliver what needs none (any more)."""
+        sending, self._sending = self._sending, []
+        for handoff in sending:
+            is_current = self._by_handle.get(handoff.ticket.handle) is handoff
+            if not is_current or handoff.failure:
+                continue
+            if handoff.is_passable:
+                self._send(handoff, now_s)
+            if handoff.planned:
+                self._sending.append(handoff)
             else:
-                still_fenced.append(handoff)
-        self._fenced = still_fenced
+                self._deliver_if_complete(handoff, now_s)
 
     def take_commands(self) -> list[tuple[str, TransferCommand]]:
         """(instance_id, command) to send to every rank of the instance, since the last take."""
@@ -88,38 +113,17 @@ class Handoffs:
         return cancels
 
     def on_event(self, event: TransferEvent, now_s: float) -> list[HandoffFailed]:
-        """A rank has reported; after the last one the hand-off is delivered, failed or gone."""
+        """A rank has reported; after the last one of the last transfer the hand-off is delivered, failed or gone."""
         outcome = self._connector.on_event(event, now_s=now_s)
-        handoff = None if outcome is None else self._moving.get(outcome.transfer_id)
-        if outcome is None or handoff is None:
-            return []
-        if not outcome.is_quiesced:
-            # a dropped connection may still hold bytes of it: only time makes its blocks safe
-            return [] if handoff.state is HandoffState.QUIESCING else self._abandon(handoff, _reason(outcome))
-        del self._moving[outcome.transfer_id]
-        if handoff.state is HandoffState.QUIESCING:
-            handoff.give_back()
-            return []
-        handoff.ticket.transfer_s = outcome.elapsed_s
-        handoff.ticket.transfer_bytes = outcome.num_bytes
-        if outcome.state is TransferState.DONE:
-            self._deliver(handoff)
-            return []
-        return self._fail(handoff, _reason(outcome))
+        return [] if outcome is None else self._conclude(outcome, now_s)
 
     def expire(self, now_s: float) -> list[HandoffFailed]:
         """Apply leases and deadlines; to be called often against both durations."""
         failed: list[HandoffFailed] = []
         for outcome in self._connector.expire(now_s=now_s):
-            handoff = self._moving.get(outcome.transfer_id)
-            if handoff is not None and handoff.state is HandoffState.FERRYING:
-                failed += self._abandon(handoff, _reason(outcome))
-        for handoff in self._select(lambda one: now_s >= one.lease_ends_s):
-            reason = f"its lease of {self._lease_s:g} s is over"
-            if handoff.state is HandoffState.FENCED:
-                failed += self._fail(handoff, reason)
-            elif handoff.state is HandoffState.FERRYING:
-                failed += self._abandon(handoff, reason)
+            failed += self._conclude(outcome, now_s)
+        for handoff in self._ferrying(lambda one: now_s >= one.lease_ends_s):
+            failed += self._give_up(handoff, f"its lease of {self._options.lease_s:g} s is over")
         self._bury(now_s)
         return failed
 
@@ -128,26 +132,22 @@ class Handoffs:
     def close(self, ticket: Ticket) -> bool:
         """The request has ended or is aborted. False when it depends on no hand-off (any more).
 
-        What no byte can reach is given back at once, the rest when the transfer has quiesced.
+        What no byte can reach is given back at once, the rest when the transfers have quiesced.
         """
         handoff = self._by_handle.pop(ticket.handle, None)
         if handoff is None:
             return False
         if handoff.state is HandoffState.FERRYING:
             ticket.num_output_tokens = 1
-            self._quiesce(handoff)
-        else:
-            handoff.give_back()
+        handoff.source.drop(handoff.source_sequence)
+        self._release_target(handoff)
         return True
 
     def lose_source(self, instance: Instance, reason: str) -> list[HandoffFailed]:
         """A prefill instance failed: prompts that it had computed follow the policy, others stay the caller's."""
         failed: list[HandoffFailed] = []
-        for handoff in self._select(lambda one: one.source is instance):
-            if handoff.state is HandoffState.FENCED:
-                failed += self._fail(handoff, reason)
-            elif handoff.state is HandoffState.FERRYING:
-                failed += self._abandon(handoff, reason)
+        for handoff in self._ferrying(lambda one: one.source is instance):
+            failed += self._give_up(handoff, reason)
         return failed
 
     def handles_bound_for(self, instance: Instance) -> set[int]:
@@ -156,50 +156,96 @@ class Handoffs:
 
     def all(self) -> list[Handoff]:
         """Hand-offs of unfinished requests, and those that still quiesce."""
-        quiescing = [one for one in self._moving.values() if one.state is HandoffState.QUIESCING]
-        return [*self._by_handle.values(), *quiescing]
+        return [*self._by_handle.values(), *self._quiescing]
 
     # transitions
 
-    def _start(self, handoff: Handoff, now_s: float) -> None:
-        handoff.parts = ferried_parts(handoff)
+    def _send_soon(self, handoff: Handoff) -> None:
+        if handoff not in self._sending:
+            self._sending.append(handoff)
+
+    def _send(self, handoff: Handoff, now_s: float) -> None:
+        """Issue the next piece, as far as P's steps are planned or retired."""
+        last_step = handoff.source.retired_step
+        if self._options.overlap is Overlap.LAYERS:
+            last_step = handoff.source.last_step
+        computed_to: ComputedTo | None = None
+        while handoff.planned and handoff.planned[0].step_id <= last_step:
+            computed_to = handoff.planned.popleft()
+        if computed_to is None:
+            return
+        piece = piece_of(handoff, computed_to.num_tokens)
+        if piece.stop > piece.start:
+            is_computed = computed_to.step_id <= handoff.source.retired_step
+            self._begin(handoff, piece, now_s, after_step=None if is_computed else computed_to.step_id)
+
+    def _begin(self, handoff: Handoff, piece: Piece, now_s: float, *, after_step: int | None) -> None:
+        parts = ferried_parts(handoff, piece)
+        handoff.num_sent = piece.stop
+        if not parts:
+            return
         command = self._connector.begin(
-            handoff.parts,
+            parts,
             src_instance_id=handoff.source.instance_id,
             dst_instance_id=handoff.target.instance_id,
             now_s=now_s,
+            after_step=after_step,
         )
-        handoff.transfer_id = command.transfer_id
-        handoff.state = HandoffState.FERRYING
+        handoff.under_way[command.transfer_id] = parts
+        handoff.num_blocks += sum({part.dst_group: len(part.dst_block_ids) for part in parts}.values())
+        handoff.weight += sum(part_bytes(handoff, part) for part in parts)
+        handoff.lease_ends_s = max(handoff.lease_ends_s, now_s + self._options.lease_s)
         self._moving[command.transfer_id] = handoff
         self._commands.append(command)
 
-    def _deliver(self, handoff: Handoff) -> None:
-        assert handoff.first_token_id is not None, handoff.state
-        handoff.ticket.transfer_blocks = handoff.num_blocks
-        del self._by_handle[handoff.ticket.handle]
-        handoff.source.drop(handoff.source_sequence)
-        handoff.target.activate(handoff.target_sequence, handoff.first_token_id)
-        handoff.ticket.sequence = handoff.target_sequence
+    def _conclude(self, outcome: TransferOutcome, now_s: float) -> list[HandoffFailed]:
+        """A transfer has ended, in whatever state its hand-off is."""
+        handoff = self._moving.pop(outcome.transfer_id, None)
+        if handoff is None:
+            return []
+        del handoff.under_way[outcome.transfer_id]
+        handoff.num_bytes += outcome.num_bytes
+        handoff.may_land_late |= not outcome.is_quiesced
+        if handoff.state is HandoffState.QUIESCING:
+            self._release_if_quiet(handoff)
+            return []
+        if outcome.state is not TransferState.DONE:
+            return self._break(handoff, outcome.reason or f"the transfer was {outcome.state}")
+        self._deliver_if_complete(handoff, now_s)
+        return []
 
-    def _fail(self, handoff: Handoff, reason: str) -> list[HandoffFailed]:
-        """No byte will land any more, and not all of them have."""
-        del self._by_handle[handoff.ticket.handle]
-        handoff.give_back()
-        return self._go_on_without(handoff, reason)
+    def _break(self, handoff: Handoff, reason: str) -> list[HandoffFailed]:
+        """Not all of the prompt will arrive."""
+        if handoff.state is HandoffState.FERRYING:
+            return self._give_up(handoff, reason)
+        if not handoff.failure:
+            handoff.failure = reason
+            self._cancel(handoff)
+        return []
 
-    def _abandon(self, handoff: Handoff, reason: str) -> list[HandoffFailed]:
-        """Let the request go on without blocks that a byte may still reach."""
-        del self._by_handle[handoff.ticket.handle]
-        self._quiesce(handoff)
-        return self._go_on_without(handoff, reason)
-
-    def _go_on_without(self, handoff: Handoff, reason: str) -> list[HandoffFailed]:
-        """End the request or, by policy, let it wait on D to be computed there."""
+    def _deliver_if_complete(self, handoff: Handoff, now_s: float) -> None:
+        if handoff.state is not HandoffState.FERRYING or not handoff.is_complete:
+            return
         assert handoff.first_token_id is not None, handoff.state
         ticket = handoff.ticket
+        ticket.transfer_s = now_s - handoff.ready_s
+        ticket.transfer_bytes, ticket.transfer_blocks = handoff.num_bytes, handoff.num_blocks
+        if handoff.weight:
+            ticket.transfer_saved_bytes = round(handoff.num_bytes * (whole_bytes(handoff) / handoff.weight - 1.0))
+        del self._by_handle[ticket.handle]
+        handoff.source.drop(handoff.source_sequence)
+        handoff.target.activate(handoff.target_sequence, handoff.first_token_id)
+        ticket.sequence = handoff.target_sequence
+
+    def _give_up(self, handoff: Handoff, reason: str) -> list[HandoffFailed]:
+        """Go on without the blocks: end the request or, by policy, let it wait on D to be computed there."""
+        assert handoff.first_token_id is not None, handoff.state
+        ticket = handoff.ticket
+        del self._by_handle[ticket.handle]
+        handoff.source.drop(handoff.source_sequence)
+        self._release_target(handoff)
         ticket.num_output_tokens = 1
-        if self._policy is LoadFailurePolicy.FAIL:
+        if self._options.load_failure_policy is LoadFailurePolicy.FAIL:
             return [HandoffFailed(ticket=ticket, message=handoff.describe_failure(reason))]
         ticket.sequence = Sequence(
             ticket=ticket,
@@ -212,31 +258,40 @@ class Handoffs:
         handoff.target.queue.push(ticket.sequence)
         return []
 
-    def _quiesce(self, handoff: Handoff) -> None:
-        assert handoff.transfer_id is not None, handoff.state
+    def _release_target(self, handoff: Handoff) -> None:
+        """Give D's blocks back, at once or when no byte can land in them any more. The hand-off has left."""
         handoff.state = HandoffState.QUIESCING
-        command = self._connector.command(handoff.transfer_id)
-        if command is not None:
-            self._cancels.append((command.executing_instance_id, handoff.transfer_id))
+        self._quiescing.append(handoff)
+        self._cancel(handoff)
+        self._release_if_quiet(handoff)
+
+    def _cancel(self, handoff: Handoff) -> None:
+        for transfer_id in handoff.under_way:
+            command = self._connector.command(transfer_id)
+            if command is not None:
+                self._cancels.append((command.executing_instance_id, transfer_id))
+
+    def _release_if_quiet(self, handoff: Handoff) -> None:
+        if not handoff.under_way and not handoff.may_land_late:
+            self._release(handoff)
+
+    def _release(self, handoff: Handoff) -> None:
+        self._quiescing.remove(handoff)
+        for transfer_id in handoff.under_way:
+            del self._moving[transfer_id]
+        handoff.target.drop(handoff.target_sequence)
 
     def _bury(self, now_s: float) -> None:
         """Take back what quiescing hand-offs hold when lease and one timeout are over: nobody moves it any more."""
-        for transfer_id, handoff in list(self._moving.items()):
-            is_over = now_s >= handoff.lease_ends_s + self._transfer_timeout_s
-            if handoff.state is HandoffState.QUIESCING and is_over:
-                del self._moving[transfer_id]
-                handoff.give_back()
+        for handoff in list(self._quiescing):
+            if now_s >= handoff.lease_ends_s + self._options.transfer_timeout_s:
+                self._release(handoff)
 
-    def _select(self, condition: Callable[[Handoff], bool]) -> list[Handoff]:
+    def _ferrying(self, condition: Callable[[Handoff], bool]) -> list[Handoff]:
         """Hand-offs of unfinished requests whose prompt is computed and that meet a condition."""
-        states = (HandoffState.FENCED, HandoffState.FERRYING)
-        return [one for one in self._by_handle.values() if one.state in states and condition(one)]
+        return [one for one in self._by_handle.values() if one.state is HandoffState.FERRYING and condition(one)]
 
     def _in_state(self, sequence: Sequence, state: HandoffState) -> Handoff:
         handoff = self._by_handle[sequence.ticket.handle]
         assert handoff.state is state, (handoff.ticket.handle, handoff.state, state)
         return handoff
-
-
-def _reason(outcome: TransferOutcome) -> str:
-    return outcome.reason or f"the transfer was {outcome.state}"

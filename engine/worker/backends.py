@@ -17,6 +17,7 @@ from blockferry.engine.models.cpu_ops import CpuOps
 from blockferry.engine.models.decoder import Decoder
 from blockferry.engine.models.ops import LayerOps
 from blockferry.engine.models.state_ops import StateOps
+from blockferry.engine.models.step import LayerDone
 from blockferry.engine.models.torch_state_ops import TorchStateOps
 from blockferry.engine.worker.inputs import EncoderInput
 from blockferry.engine.worker.model_runner import LayerByLayer, LayerCompute
@@ -69,11 +70,13 @@ def block_ops(device: Device) -> BlockOps:
     return BlockOps(copy=block_copy, zero=block_zero)
 
 
-def layer_compute(device: Device, model: Decoder, caches: PagedCaches) -> LayerCompute:
+def layer_compute(device: Device, model: Decoder, caches: PagedCaches, layer_done: LayerDone) -> LayerCompute:
     """How a stage's layers are computed: whole decode steps in one call where the CPU can, else layer by layer."""
-    by_layer = LayerByLayer(model, caches)
+    if device is not Device.CPU:  # a layer that was launched is not done
+        return LayerByLayer(model, caches)
+    by_layer = LayerByLayer(model, caches, layer_done)
     pages = [caches.pages.attention[number].tensors[0] for number in sorted(caches.pages.attention)]
-    if device is Device.CPU and can_tape(model, pages):
+    if can_tape(model, pages):
         return TapedWhereAccepted(TapedDecode(model, pages), by_layer)
     return by_layer
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from blockferry.engine.models.decoder import Decoder
-from blockferry.engine.models.step import Step
+from blockferry.engine.models.step import LayerDone, Step, nobody_waits
 from blockferry.engine.request import Int64Array
 from blockferry.engine.worker.inputs import EncoderInput, StepInputs
 from blockferry.engine.worker.paged_caches import GroupMetadata, PagedCaches
@@ -68,14 +68,18 @@ class ModelRunner:
 class LayerByLayer:
     """A stage's layers in turn, any step."""
 
-    def __init__(self, model: Decoder, caches: PagedCaches) -> None:
+    def __init__(self, model: Decoder, caches: PagedCaches, layer_done: LayerDone = nobody_waits) -> None:
         self._model = model
         self._caches = caches
+        self._layer_done = layer_done
 
     def forward(self, x_TE: torch.Tensor, positions_T: torch.Tensor, metadata: Sequence[GroupMetadata]) -> torch.Tensor:
         """See LayerCompute."""
         self._caches.begin(metadata)
-        return self._model.forward(x_TE, Step(positions_T=positions_T, caches=self._caches))
+        return self._model.forward(x_TE, self._step(positions_T))
+
+    def _step(self, positions_T: torch.Tensor) -> Step:
+        return Step(positions_T=positions_T, caches=self._caches, layer_done=self._layer_done)
 
     def encode(self, encoder_input: EncoderInput) -> None:
         """See LayerCompute."""

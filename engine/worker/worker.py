@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from blockferry.connectors.base import PoolLayout
+from blockferry.connectors.compute_progress import ComputeProgress
 from blockferry.engine.config import Device
 from blockferry.engine.kv.block_table import BlockTable
 from blockferry.engine.kv.instance_plan import InstancePlan
@@ -52,6 +53,7 @@ from blockferry.engine.worker.calibration import (
     scales_of,
 )
 from blockferry.engine.worker.inputs import GroupTable, build_inputs, encoder_input
+from blockferry.engine.worker.layer_reports import LayerReports
 from blockferry.engine.worker.model_runner import LayerByLayer, LayerCompute, ModelRunner
 from blockferry.engine.worker.outputs import NOTHING, OutputStage, StepOutcome, num_sampled
 from blockferry.engine.worker.page_views import PageViews
@@ -76,6 +78,7 @@ class Worker:
         torch.set_num_threads(spec.num_threads)
         self.spec = spec
         self._join = join
+        self.progress = ComputeProgress()  # which layers of which step are computed, for transfers
         self._dtype = TORCH_DTYPES[spec.dtype]
         self._device = torch.device("cpu" if spec.device is Device.CPU else f"cuda:{spec.device_index}")
         # one more than the longest sequence: its last sampled token is never computed
@@ -130,7 +133,8 @@ class Worker:
         views = self._views(plan, allocate, cache_dtype)
         pages = StagePages.of(plan.stages[self.spec.pp_rank], plan.model, views.layers, scales)
         caches = PagedCaches(pages, attention_backend(device, cache_dtype), latent_backend(device, cache_dtype))
-        self._open(plan, views, layer_compute(device, self.model, caches), scales)
+        reports = LayerReports(self.progress, plan.model.layer_numbers)
+        self._open(plan, views, layer_compute(device, self.model, caches, reports.layer_done), scales, reports)
 
     def _find_scales(self, plan: InstancePlan) -> Mapping[int, CacheScales]:
         """Of every layer that attends, by layer id; from calibration, of this stage's."""
@@ -147,7 +151,8 @@ class Worker:
         pages = StagePages.of(plan.stages[self.spec.pp_rank], plan.model, views.layers, magnitudes)
         attention = ObservedAttention(attention_backend(self.spec.device))
         caches = PagedCaches(pages, attention, ObservedLatentAttention(latent_backend(self.spec.device)))
-        self._open(plan, views, LayerByLayer(self.model, caches), {})  # no tape, which would pass by the observers
+        compute = LayerByLayer(self.model, caches)  # no tape, which would pass by the observers
+        self._open(plan, views, compute, {}, LayerReports(self.progress, plan.model.layer_numbers))
         for step in calibration_steps(self.spec, plan, header):
             self.execute(step)
         return scales_of(magnitudes)
@@ -164,7 +169,12 @@ class Worker:
         )
 
     def _open(
-        self, plan: InstancePlan, views: PageViews, layers: LayerCompute, scales: Mapping[int, CacheScales]
+        self,
+        plan: InstancePlan,
+        views: PageViews,
+        layers: LayerCompute,
+        scales: Mapping[int, CacheScales],
+        reports: LayerReports,
     ) -> None:
         """Make ready to execute plans in a pool."""
         assert self._parallel is not None, "load() comes first"
@@ -183,6 +193,7 @@ class Worker:
             runner=runner,
             output=OutputStage(runner, self._rows, self._sampling),
             scales=scales,
+            reports=reports,
         )
 
     def warm_up(self) -> None:
@@ -221,9 +232,12 @@ class Worker:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Apply and compute one plan; a result on the sampler rank, None on the others."""
+        assert self._cache is not None, "init_cache() comes first"
         started_s = time.perf_counter()
+        self._cache.reports.begin(plan.step_id)
         self._apply(plan)
         outcome = self._compute(plan) if len(plan.rows) else NOTHING
+        self._cache.reports.end()
         if not self.spec.is_sampler:
             return None
         return StepResult(
@@ -312,6 +326,7 @@ class _Cache:
     runner: ModelRunner
     output: OutputStage
     scales: Mapping[int, CacheScales]  # by layer id, where the cache is fp8
+    reports: LayerReports
 
 
 def _zeroed(num_bytes: int) -> NDArray[np.uint8]:

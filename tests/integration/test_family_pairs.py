@@ -10,17 +10,18 @@ from support.parity_cases import NAMES, WORKLOAD
 from support.parity_table import RecordCell
 from support.tiny_families import FAMILIES, build
 
-from blockferry.connectors.base import TransferMode
+from blockferry.connectors.base import Overlap, TransferMode
 
 pytestmark = pytest.mark.slow
 FACTORS = {
     "family": NAMES,
     "mode": tuple(TransferMode),
+    "overlap": tuple(Overlap),
     "chunk": (128, 17),
     "caching": (True, False),
     "block_size": (None, 8),
 }
-ROWS = cover(FACTORS)
+ROWS = cover(FACTORS, is_possible=lambda row: row["mode"] == "push" or row["overlap"] != "layers")
 
 
 @pytest.mark.parametrize("row", ROWS, ids=["-".join(map(str, row.values())) for row in ROWS])
@@ -35,7 +36,7 @@ def test_a_handed_over_sequence_continues_with_the_same_tokens(
         enable_caching=bool(row["caching"]),
         block_size=row["block_size"],  # type: ignore[arg-type]  # an int or None by FACTORS
     )
-    pair = LocalPair(path, options, mode=mode)
+    pair = LocalPair(path, options, mode=mode, overlap=Overlap(str(row["overlap"])))
     try:
         assert pair.generate(WORKLOAD.prompts, WORKLOAD.num_output) == WORKLOAD.expected(path)
         assert pair.generate(WORKLOAD.prompts, WORKLOAD.num_output) == WORKLOAD.expected(path)

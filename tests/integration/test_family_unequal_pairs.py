@@ -16,7 +16,7 @@ from support.parity_cases import NAMES, WORKLOAD
 from support.parity_table import RecordCell
 from support.tiny_families import FAMILIES, build
 
-from blockferry.connectors.base import TransferMode
+from blockferry.connectors.base import Overlap, TransferMode
 from blockferry.engine.kv.plan import Planner
 
 pytestmark = pytest.mark.slow
@@ -49,7 +49,9 @@ MIXED = cover(
         "blocks": (*BLOCKS, "alike"),
         "layout": (*LAYOUTS, "alike"),
         "mode": tuple(TransferMode),
-    }
+        "overlap": tuple(Overlap),
+    },
+    is_possible=lambda row: row["mode"] == "push" or row["overlap"] != "layers",
 )
 
 
@@ -58,7 +60,8 @@ def test_sides_that_differ_in_several_ways_sample_the_same_tokens(
     row: Row, families_folder: Path, record_cell: RecordCell
 ) -> None:
     family, mode = str(row["family"]), TransferMode(str(row["mode"]))
-    check(families_folder, family, [str(row[name]) for name in ("ranks", "blocks", "layout")], mode)
+    differences = [str(row[name]) for name in ("ranks", "blocks", "layout")]
+    check(families_folder, family, differences, mode, Overlap(str(row["overlap"])))
     record_cell(family, "P/D unequal sides")
 
 
@@ -83,7 +86,13 @@ def test_a_window_travels_between_plans_of_any_planner(difference: str, families
     check(families_folder, "gemma3_text", [difference], TransferMode.PUSH)
 
 
-def check(families_folder: Path, family: str, differences: list[str], mode: TransferMode) -> None:
+def check(
+    families_folder: Path,
+    family: str,
+    differences: list[str],
+    mode: TransferMode,
+    overlap: Overlap = Overlap.CHUNKS,
+) -> None:
     path = build(FAMILIES[family], families_folder)
     sides = [
         dataclasses.replace(
@@ -96,7 +105,7 @@ def check(families_folder: Path, family: str, differences: list[str], mode: Tran
         )
         for side in range(2)
     ]
-    pair = LocalPair(path, *sides, mode=mode)
+    pair = LocalPair(path, *sides, mode=mode, overlap=overlap)
     try:
         assert pair.generate(WORKLOAD.prompts, WORKLOAD.num_output) == WORKLOAD.expected(path), "cold"
         assert pair.generate(WORKLOAD.prompts, WORKLOAD.num_output) == WORKLOAD.expected(path), "warm"

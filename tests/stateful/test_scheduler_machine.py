@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.sim_families import SPECS, can_cache, largest_step
 from support.simulator import VOCAB_SIZE, Shape, SimCluster
 
-from blockferry.connectors.base import TransferMode, TransferState
+from blockferry.connectors.base import Overlap, TransferMode, TransferState
 from blockferry.engine.config import Role
 from blockferry.engine.errors import RequestRejected
 from blockferry.engine.kv.spec import AttentionSpec
@@ -124,8 +124,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 actions[choice % 3](instance_ids[choice // 3])
             elif choice == len(pace) - 1:
                 self.abort_one(int(generator.integers(self.next_handle + 1)))
-            elif cluster.transfers:
-                cluster.finish_transfer(int(generator.integers(len(cluster.transfers))))
+            elif finishable := [one for one in cluster.transfers if cluster.can_finish(one)]:
+                cluster.finish_transfer(cluster.transfers.index(finishable[generator.integers(len(finishable))]))
             cluster.check()
 
     @rule(num_requests=st.integers(2, 6), num_prompt_tokens=st.integers(1, 24), data=st.data())
@@ -183,10 +183,14 @@ def has_one_reach(family: str) -> bool:
 class FerryingMachine(SchedulerMachine):
     """Hand-overs and what becomes of them; subclasses say of which caches."""
 
-    def open(self, prefills, decodes, *, mode, policy):
+    def open(self, prefills, decodes, *, mode, policy, overlap):
         p_shapes = [Shape(instance_id=f"p{i}", role=Role.PREFILL, **shape) for i, shape in enumerate(prefills)]
         d_shapes = [Shape(instance_id=f"d{i}", role=Role.DECODE, **shape) for i, shape in enumerate(decodes)]
-        self.cluster = SimCluster(*p_shapes, *d_shapes, max_model_len=48, mode=mode, load_failure_policy=policy)
+        if mode is TransferMode.PULL and overlap is Overlap.LAYERS:
+            overlap = Overlap.CHUNKS
+        self.cluster = SimCluster(
+            *p_shapes, *d_shapes, max_model_len=48, mode=mode, load_failure_policy=policy, overlap=overlap
+        )
         self.routes = [Route(prefill=p.instance_id, decode=d.instance_id) for p in p_shapes for d in d_shapes] + [
             Route(prefill=shape.instance_id, decode=shape.instance_id) for shape in p_shapes + d_shapes
         ]
@@ -194,7 +198,10 @@ class FerryingMachine(SchedulerMachine):
     @precondition(lambda self: self.cluster.transfers)
     @rule(data=st.data(), state=st.sampled_from([*TransferState, TransferState.DONE, TransferState.DONE]))
     def report(self, data, state):
-        self.cluster.finish_transfer(data.draw(st.integers(0, len(self.cluster.transfers) - 1)), state)
+        index = data.draw(st.integers(0, len(self.cluster.transfers) - 1))
+        if state is not TransferState.DONE or self.cluster.can_finish(self.cluster.transfers[index]):
+            is_quiesced = state is not TransferState.FAILED or data.draw(st.booleans())
+            self.cluster.finish_transfer(index, state, is_quiesced=is_quiesced)
 
     @precondition(lambda self: self.cluster.transfers)
     @rule(data=st.data())
@@ -218,9 +225,10 @@ class DisaggregatedMachine(FerryingMachine):
         decodes=st.lists(small_shapes, min_size=1, max_size=2),
         mode=st.sampled_from(list(TransferMode)),
         policy=st.sampled_from(["recompute", "fail"]),
+        overlap=st.sampled_from(list(Overlap)),
     )
-    def start(self, prefills, decodes, mode, policy):
-        self.open(prefills, decodes, mode=mode, policy=policy)
+    def start(self, prefills, decodes, mode, policy, overlap):
+        self.open(prefills, decodes, mode=mode, policy=policy, overlap=overlap)
 
 
 class DisaggregatedHybridMachine(FerryingMachine):
@@ -231,12 +239,13 @@ class DisaggregatedHybridMachine(FerryingMachine):
         decodes=st.lists(small_shapes, min_size=1, max_size=2),
         mode=st.sampled_from(list(TransferMode)),
         policy=st.sampled_from(["recompute", "fail"]),
+        overlap=st.sampled_from(list(Overlap)),
         family=st.sampled_from(sorted(SPECS)),
         has_draft=st.sampled_from([False, False, True]),
         retention=st.sampled_from([None, None, 0, 1]),
         data=st.data(),
     )
-    def start(self, prefills, decodes, mode, policy, family, has_draft, retention, data):
+    def start(self, prefills, decodes, mode, policy, overlap, family, has_draft, retention, data):
         num_groups, has_one = len(SPECS[family](1)), has_one_reach(family)
         block_size = prefills[0]["block_size"]
         for shape in prefills + decodes:
@@ -249,7 +258,7 @@ class DisaggregatedHybridMachine(FerryingMachine):
             if data.draw(st.booleans()):
                 pages = data.draw(st.lists(st.integers(1, 4), min_size=num_groups, max_size=num_groups))
                 shape["pages_per_slab"] = tuple(pages)
-        self.open(prefills, decodes, mode=mode, policy=policy)
+        self.open(prefills, decodes, mode=mode, policy=policy, overlap=overlap)
 
 
 TestMixed = MixedMachine.TestCase

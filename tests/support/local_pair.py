@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 from support.local_engine import EngineOptions, make_instance, make_request
 from support.thread_ranks import ThreadRanks
 
-from blockferry.connectors.base import EventSink, RankIdentity, TransferCommand, TransferEvent, TransferMode
+from blockferry.connectors.base import EventSink, Overlap, RankIdentity, TransferCommand, TransferEvent, TransferMode
 from blockferry.connectors.pd_scheduler import PdScheduler
 from blockferry.connectors.pd_worker import PdWorker
 from blockferry.connectors.transport.loopback import LoopbackFabric, LoopbackTransport
 from blockferry.engine.config import Role
 from blockferry.engine.kv.manager import KVCacheManager
 from blockferry.engine.scheduler.central import CentralScheduler
+from blockferry.engine.scheduler.handoff import HandoffOptions
 from blockferry.engine.scheduler.outputs import Route, StepOutput
 from blockferry.engine.wire import pack, plan_from_bytes
 from blockferry.engine.worker.worker import Worker
@@ -54,7 +55,7 @@ class LocalInstance:
                 pp_rank=worker.spec.pp_rank,
                 model_fingerprint=worker.fingerprint(),
             )
-            self._ferries[worker] = PdWorker(LoopbackTransport(fabric), identity, on_event)
+            self._ferries[worker] = PdWorker(LoopbackTransport(fabric), identity, on_event, progress=worker.progress)
         self.ranks.each(
             lambda worker: worker.init_cache(plan, lambda size: _spoil(self._ferries[worker].allocate(size)))
         )
@@ -88,6 +89,7 @@ class LocalPair:
         decode_options: EngineOptions | None = None,
         *,
         mode: TransferMode = TransferMode.PUSH,
+        overlap: Overlap = Overlap.NONE,
     ) -> None:
         """decode_options: None for two sides alike."""
         fabric = LoopbackFabric()
@@ -101,7 +103,11 @@ class LocalPair:
         self._sides[mover].connect(self._sides[other])
         instances = [side.scheduled for side in self._sides.values()]
         self.ledgers: dict[str, KVCacheManager] = {one.instance_id: one.kv for one in instances}
-        self.central = CentralScheduler(instances, connector=PdScheduler(mode=mode, transfer_timeout_s=TIMEOUT_S))
+        self.central = CentralScheduler(
+            instances,
+            connector=PdScheduler(mode=mode, transfer_timeout_s=TIMEOUT_S),
+            handoffs=HandoffOptions(overlap=overlap, transfer_timeout_s=TIMEOUT_S),
+        )
         self.num_ferried_bytes = 0
         self._next_handle = 0
 
@@ -144,13 +150,11 @@ class LocalPair:
         outputs = []
         for instance_id, side in self._sides.items():
             plan = self.central.plan(instance_id)
+            self._start_transfers()
             if plan is not None:
                 result = side.ranks.execute(plan_from_bytes(pack(plan)))
                 outputs.append(self.central.commit(instance_id, result))
-            for mover, command in self.central.take_transfers():
-                self._sides[mover].start(command)
-            for mover, transfer_id in self.central.take_cancels():
-                self._sides[mover].cancel(transfer_id)
+            self._start_transfers()
         while not self._events.empty():
             event = self._events.get()
             self.num_ferried_bytes += event.num_bytes
@@ -158,6 +162,12 @@ class LocalPair:
         outputs.append(self.central.tick())
         self.central.check_integrity()
         return outputs
+
+    def _start_transfers(self) -> None:
+        for mover, command in self.central.take_transfers():
+            self._sides[mover].start(command)
+        for mover, transfer_id in self.central.take_cancels():
+            self._sides[mover].cancel(transfer_id)
 
     def _settle(self) -> None:
         """Steps that only free rows."""

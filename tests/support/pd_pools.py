@@ -82,7 +82,7 @@ def count_wrong(pool, layout, block_ids, num_tokens, *, first_token=0):
 class Instance:
     """The workers of one instance and the events they report. A rank's layouts are one, or a tuple of all groups'."""
 
-    def __init__(self, instance_id, layouts, open_transport, *, tp_size=1, options, fingerprint="m"):
+    def __init__(self, instance_id, layouts, open_transport, *, tp_size=1, options, fingerprint="m", progress=None):
         self.instance_id, self.layouts = instance_id, layouts
         self.events = queue.Queue()
         self.workers, self.pools, self.endpoints, self.transports = [], [], [], []
@@ -95,7 +95,7 @@ class Instance:
                 model_fingerprint=fingerprint,
             )
             transport = open_transport()
-            worker = PdWorker(transport, identity, self.events.put, options)
+            worker = PdWorker(transport, identity, self.events.put, options, progress=progress)
             groups = layout if isinstance(layout, tuple) else (layout,)
             self.pools.append(worker.allocate(max(one.num_bytes for one in groups)))
             self.endpoints.append(worker.endpoint(groups))

@@ -9,7 +9,7 @@ from support.sim_families import family_groups
 from support.sim_worker import VOCAB_SIZE, SimWorker, reference
 from support.slab_serving import geometry
 
-from blockferry.connectors.base import TransferCommand, TransferEvent, TransferMode, TransferState
+from blockferry.connectors.base import Overlap, TransferCommand, TransferEvent, TransferMode, TransferState
 from blockferry.connectors.pd_scheduler import PdScheduler
 from blockferry.engine.config import Role, SchedulerConfig
 from blockferry.engine.kv.assembly import LedgerOptions
@@ -18,6 +18,7 @@ from blockferry.engine.kv.spec import KVCacheConfig
 from blockferry.engine.request import FinishReason, Request, SamplingParams
 from blockferry.engine.rows import RowTable
 from blockferry.engine.scheduler.central import CentralScheduler
+from blockferry.engine.scheduler.handoff import HandoffOptions, LoadFailurePolicy
 from blockferry.engine.scheduler.instance import Instance
 from blockferry.engine.scheduler.outputs import Finished, Route, StepOutput
 from blockferry.engine.wire import StepPlan
@@ -71,6 +72,7 @@ class SimCluster:
         lease_s: float = 60.0,
         transfer_timeout_s: float = 30.0,
         load_failure_policy: str = "recompute",
+        overlap: Overlap = Overlap.NONE,
     ) -> None:
         self.now_s = 1000.0
         self.max_model_len = max_model_len
@@ -81,9 +83,12 @@ class SimCluster:
         self.central = CentralScheduler(
             self.instances.values(),
             connector=connector,
-            lease_s=lease_s,
-            transfer_timeout_s=transfer_timeout_s,
-            load_failure_policy=load_failure_policy,
+            handoffs=HandoffOptions(
+                overlap=overlap,
+                lease_s=lease_s,
+                transfer_timeout_s=transfer_timeout_s,
+                load_failure_policy=LoadFailurePolicy(load_failure_policy),
+            ),
             clock=lambda: self.now_s,
         )
         self.workers = {
@@ -120,6 +125,7 @@ class SimCluster:
         if plan is not None:
             self.plans[instance_id].append(plan)
             self._check_order(instance_id, plan)
+        self.fetch_transfers()
         return plan
 
     def execute(self, instance_id: str) -> bool:
@@ -147,6 +153,11 @@ class SimCluster:
             assert instance_id == command.executing_instance_id
             self.transfers.append(SimTransfer(command, list(range(self.instances[instance_id].num_ranks)), self.now_s))
 
+    def can_finish(self, transfer: SimTransfer) -> bool:
+        """Whether the source has computed what it moves."""
+        command = transfer.command
+        return command.after_step is None or self.workers[command.src_instance_id].last_step >= command.after_step
+
     def finish_transfer(
         self, index: int = 0, state: TransferState = TransferState.DONE, *, is_quiesced: bool = True
     ) -> None:
@@ -156,6 +167,7 @@ class SimCluster:
         if not transfer.ranks_left:
             del self.transfers[index]
         command = transfer.command
+        assert state is not TransferState.DONE or self.can_finish(transfer), "done before it was computed"
         if state is TransferState.DONE and not transfer.can_land(self.now_s):
             state = TransferState.FAILED
         if state is TransferState.DONE:
@@ -212,8 +224,8 @@ class SimCluster:
             has_moved |= self.plan(instance_id) is not None
             has_moved |= self.execute(instance_id)
             has_moved |= self.commit(instance_id)
-        while self.transfers:
-            self.finish_transfer()
+        while finishable := [one for one in self.transfers if self.can_finish(one)]:
+            self.finish_transfer(self.transfers.index(finishable[0]))
             has_moved = True
         return has_moved
 

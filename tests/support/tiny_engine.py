@@ -136,6 +136,7 @@ def _stats(request: Request, num_output_tokens: int) -> RequestStats:
         transfer_s=0.002,
         transfer_bytes=4096,
         transfer_blocks=2,
+        transfer_saved_bytes=0,
     )
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from support.simulator import Shape, SimCluster
 
-from blockferry.connectors.base import TransferMode, TransferState
+from blockferry.connectors.base import Overlap, TransferMode, TransferState
 from blockferry.engine.config import Role
 from blockferry.engine.request import FinishReason
 from blockferry.engine.scheduler.outputs import Route
@@ -197,7 +197,7 @@ def test_failed_transfer_whose_bytes_may_still_land_is_recomputed_in_other_block
     cluster = ferrying(lease_s=60.0, transfer_timeout_s=30.0)
     cluster.finish_transfer(state=TransferState.FAILED, is_quiesced=False)
     assert cluster.plan("d").num_scheduled.tolist() == [11]
-    assert (held(cluster, "p"), held(cluster, "d")) == (3, 6)
+    assert (held(cluster, "p"), held(cluster, "d")) == (0, 6)
     cluster.tick(91.0)
     cluster.drain()
     cluster.check_all_free()
@@ -207,7 +207,7 @@ def test_aborted_transfer_whose_bytes_may_still_land_holds_its_blocks():
     cluster = ferrying(lease_s=60.0, transfer_timeout_s=30.0)
     cluster.abort(0)
     cluster.finish_transfer(state=TransferState.FAILED, is_quiesced=False)
-    assert (held(cluster, "p"), held(cluster, "d")) == (3, 3)
+    assert (held(cluster, "p"), held(cluster, "d")) == (0, 3)
     cluster.tick(91.0)
     cluster.check_all_free()
 
@@ -220,11 +220,11 @@ def test_failed_transfer_ends_the_request_under_policy_fail():
     cluster.check_all_free()
 
 
-def test_abort_holds_both_sides_until_the_transfer_has_quiesced():
+def test_abort_holds_the_decode_blocks_until_the_transfer_has_quiesced():
     cluster = ferrying()
     cluster.abort(0)
     assert cluster.finished[0].reason is FinishReason.ABORT
-    assert (held(cluster, "p"), held(cluster, "d")) == (3, 3)
+    assert (held(cluster, "p"), held(cluster, "d")) == (0, 3)
     assert cluster.central.take_cancels() == [("p", 1)]
     cluster.finish_transfer(state=TransferState.CANCELLED)
     cluster.check_all_free()
@@ -313,3 +313,175 @@ def test_stats_tell_what_was_ferried():
     cluster.drain()
     stats = cluster.finished[0].stats
     assert (stats.transfer_s, stats.transfer_bytes, stats.transfer_blocks) == (0.25, 1000, 3)
+
+
+def chunked(overlap: Overlap, *, num_tokens: int = 22, d=None, **options) -> SimCluster:
+    """A deployment whose prefill instance computes request 0's prompt 8 tokens at a time; nothing is planned yet."""
+    cluster = make(p={"max_num_batched_tokens": 8}, d=d, overlap=overlap, **options)
+    cluster.add(0, prompt(num_tokens), FERRIED, max_tokens=5)
+    return cluster
+
+
+def spans(cluster: SimCluster):
+    """(tokens, step to wait for) of every transfer under way."""
+    return [(one.command.parts[0].num_tokens, one.command.after_step) for one in cluster.transfers]
+
+
+def test_without_overlap_nothing_travels_before_the_prompt_is_computed():
+    cluster = chunked(Overlap.NONE)
+    for _ in range(2):
+        step(cluster, "p")
+    assert spans(cluster) == []
+    step(cluster, "p")
+    assert spans(cluster) == [(22, None)]
+
+
+def test_chunks_travel_when_the_step_that_computed_them_has_retired():
+    cluster = chunked(Overlap.CHUNKS)
+    cluster.plan("p")
+    cluster.execute("p")
+    assert spans(cluster) == []
+    cluster.commit("p")
+    assert spans(cluster) == [(8, None)]
+    step(cluster, "p")
+    assert spans(cluster) == [(8, None), (8, None)]
+    step(cluster, "p")
+    assert spans(cluster) == [(8, None), (8, None), (6, None)]
+    cluster.drain()
+    cluster.check_all_free()
+
+
+def test_layers_travel_from_when_their_step_is_planned():
+    cluster = chunked(Overlap.LAYERS)
+    cluster.plan("p")
+    cluster.plan("p")
+    assert spans(cluster) == [(8, 0), (8, 1)]
+    assert not cluster.can_finish(cluster.transfers[0])
+    cluster.drain()
+    cluster.check_all_free()
+
+
+def test_pieces_end_where_blocks_of_both_sides_end():
+    cluster = chunked(Overlap.CHUNKS, d={"block_size": 16}, num_tokens=30)
+    for expected in ([], [(16, None)], [(16, None)], [(16, None), (14, None)]):
+        step(cluster, "p")
+        assert spans(cluster) == expected
+    cluster.drain()
+    cluster.check_all_free()
+
+
+def test_hits_of_the_prefill_instance_travel_with_its_first_chunk():
+    cluster = chunked(Overlap.LAYERS)
+    cluster.drain()
+    cluster.instances["d"].kv.reset_prefix_cache()
+    cluster.add(1, prompt(22), FERRIED, max_tokens=5)
+    cluster.plan("p")
+    assert spans(cluster) == [(22, cluster.instances["p"].last_step)]
+    cluster.drain()
+    cluster.check_all_free()
+
+
+def test_pieces_wait_for_decode_steps_planned_before_the_allocation():
+    cluster = chunked(Overlap.LAYERS)
+    cluster.add(7, prompt(4, 3), LOCAL_ON_D, max_tokens=20)
+    cluster.plan("d")
+    cluster.plan("p")
+    cluster.plan("p")
+    assert spans(cluster) == []
+    cluster.execute("d")
+    cluster.commit("d")
+    assert spans(cluster) == [(16, 1)]
+    cluster.drain()
+    cluster.check_all_free()
+
+
+def test_bytes_that_arrive_before_the_first_token_is_known_wait_for_it():
+    cluster = make(overlap=Overlap.LAYERS)
+    cluster.add(0, prompt(10), FERRIED, max_tokens=5)
+    cluster.plan("p")
+    cluster.execute("p")
+    cluster.finish_transfer()
+    assert cluster.plan("d") is None
+    cluster.commit("p")
+    assert cluster.plan("d") is not None
+    cluster.drain()
+    assert cluster.finished[0].stats.transfer_s == 0.0
+    cluster.check_all_free()
+
+
+def test_a_piece_that_fails_while_the_prompt_is_computed_stops_the_others_and_is_recomputed_on_decode():
+    cluster = chunked(Overlap.CHUNKS)
+    for _ in range(2):
+        step(cluster, "p")
+    cluster.finish_transfer(state=TransferState.FAILED)
+    assert cluster.central.take_cancels() == [("p", 2)]
+    step(cluster, "p")
+    assert len(cluster.transfers) == 1
+    assert len(cluster.tokens[0]) == 1
+    assert cluster.plan("d").num_scheduled.tolist() == [23]
+    cluster.drain()
+    assert cluster.finished[0].reason is FinishReason.LENGTH
+    cluster.check_all_free()
+
+
+def test_a_piece_that_fails_while_the_prompt_is_computed_ends_the_request_under_policy_fail():
+    cluster = chunked(Overlap.CHUNKS, load_failure_policy="fail")
+    step(cluster, "p")
+    cluster.finish_transfer(state=TransferState.FAILED)
+    assert 0 not in cluster.finished
+    for _ in range(2):
+        step(cluster, "p")
+    assert cluster.finished[0].reason is FinishReason.ERROR
+    cluster.drain()
+    cluster.check_all_free()
+
+
+def test_abort_while_the_prompt_is_computed_holds_the_decode_blocks_until_its_pieces_have_quiesced():
+    cluster = chunked(Overlap.CHUNKS)
+    step(cluster, "p")
+    cluster.abort(0)
+    assert (held(cluster, "p"), held(cluster, "d")) == (0, 6)
+    cluster.finish_transfer(state=TransferState.CANCELLED)
+    cluster.check_all_free()
+
+
+def test_preemption_while_pieces_are_under_way_takes_other_decode_blocks():
+    cluster = make(p={"num_blocks": 12, "max_num_batched_tokens": 2, "watermark": 0.0}, overlap=Overlap.LAYERS)
+    cluster.add(2, prompt(4, 2), Route(prefill="p", decode="p"), max_tokens=36)
+    for _ in range(12):
+        step(cluster, "p")
+    cluster.add(1, prompt(20), FERRIED, max_tokens=5)
+    while not cluster.instances["p"].num_preemptions:
+        step(cluster, "p")
+        cluster.check()
+    assert len(cluster.transfers) > 1  # none has ended
+    assert held(cluster, "d") == 5
+    cancelled = {transfer_id for _, transfer_id in cluster.central.take_cancels()}
+    assert cancelled == {transfer.command.transfer_id for transfer in cluster.transfers}
+    while cluster.transfers:
+        cluster.finish_transfer(state=TransferState.CANCELLED)
+    assert held(cluster, "d") == 0
+    cluster.drain()
+    assert cluster.finished[1].stats.num_preemptions == 1
+    cluster.check_all_free()
+
+
+def test_stop_token_from_prefill_cancels_what_is_under_way():
+    cluster = make(overlap=Overlap.LAYERS)
+    cluster.add(0, prompt(10), FERRIED, max_tokens=5, stop_token_ids=tuple(range(23)))
+    step(cluster, "p")
+    assert cluster.finished[0].reason is FinishReason.STOP
+    assert cluster.central.take_cancels() == [("p", 1)]
+    cluster.finish_transfer(state=TransferState.CANCELLED)
+    cluster.check_all_free()
+
+
+def test_stats_tell_what_the_decode_instance_had_already():
+    cluster = ferrying()
+    cluster.finish_transfer()
+    cluster.drain()
+    assert cluster.finished[0].stats.transfer_saved_bytes == 0
+    cluster.add(1, prompt(14), FERRIED, max_tokens=5)
+    cluster.drain()
+    # 6 tokens of 100 bytes travelled, 8 did not
+    assert (cluster.finished[1].stats.transfer_bytes, cluster.finished[1].stats.transfer_saved_bytes) == (600, 800)

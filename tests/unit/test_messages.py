@@ -30,6 +30,7 @@ STATS = RequestStats(
     transfer_s=0.3,
     transfer_bytes=4,
     transfer_blocks=5,
+    transfer_saved_bytes=7,
 )
 
 

@@ -8,6 +8,7 @@ import pytest
 from support.pd_pools import Instance, command, count_wrong, fill, make_layout, part, shard
 
 from blockferry.connectors.base import HandshakeRefused, RankIdentity, TransferMode, TransferState, TransportError
+from blockferry.connectors.compute_progress import ComputeProgress
 from blockferry.connectors.pd_transfers import TransferLimits
 from blockferry.connectors.pd_worker import PdWorker, PdWorkerOptions
 from blockferry.connectors.transport.loopback import LoopbackFabric, LoopbackTransport
@@ -266,3 +267,60 @@ def test_a_layout_larger_than_the_pool_is_refused(open_instance):
     with pytest.raises(ValueError, match="does not fit the pool of 100"):
         worker.endpoint([make_layout()])
     worker.close()
+
+
+@pytest.fixture
+def computing_pair(open_instance):
+    """As pair, with the source's progress; nothing of step 5 is computed yet."""
+    progress = ComputeProgress()
+    prefill, decode = open_instance("p0", [make_layout()], progress=progress), open_instance("d0", [make_layout()])
+    prefill.connect(decode)
+    fill(prefill.pools[0], prefill.layouts[0], [3, 1, 7], 40)
+    progress.reach(4)
+    return prefill, decode, progress
+
+
+def wait_for_bytes(instance, num_wrong: int) -> None:
+    """Until so many tokens of layers have arrived that num_wrong are left."""
+    deadline_s = time.monotonic() + 10.0
+    while count_wrong(instance.pools[0], instance.layouts[0], [5, 9, 2], 40) != num_wrong:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
+def test_layers_travel_as_the_source_computes_them(computing_pair):
+    prefill, decode, progress = computing_pair
+    nothing = count_wrong(decode.pools[0], decode.layouts[0], [5, 9, 2], 40)
+    num_layers = len(decode.layouts[0].layer_ids)
+    prefill.start(command([3, 1, 7], [5, 9, 2], 40, after_step=5))
+    for layer in range(num_layers):
+        assert prefill.events.empty()
+        progress.reach(5, layer)
+        wait_for_bytes(decode, nothing * (num_layers - layer - 1) // num_layers)
+    (event,) = prefill.wait()
+    assert event.state is TransferState.DONE, event.reason
+
+
+def test_a_step_that_is_over_lets_all_layers_travel(computing_pair):
+    prefill, decode, progress = computing_pair
+    progress.reach(6, 0)
+    prefill.start(command([3, 1, 7], [5, 9, 2], 40, after_step=5))
+    (event,) = prefill.wait()
+    assert event.state is TransferState.DONE, event.reason
+    assert count_wrong(decode.pools[0], decode.layouts[0], [5, 9, 2], 40) == 0
+
+
+def test_a_transfer_that_waits_for_a_layer_can_be_cancelled(computing_pair):
+    prefill, _, _ = computing_pair
+    prefill.start(command([3, 1, 7], [5, 9, 2], 40, after_step=5))
+    prefill.workers[0].cancel(1)
+    (event,) = prefill.wait()
+    assert (event.state, event.num_bytes) == (TransferState.CANCELLED, 0)
+
+
+def test_a_transfer_that_waits_for_a_layer_too_long_fails(computing_pair):
+    prefill, _, _ = computing_pair
+    prefill.start(command([3, 1, 7], [5, 9, 2], 40, after_step=5, deadline_s=0.1))
+    (event,) = prefill.wait()
+    assert event.state is TransferState.FAILED
+    assert "not done within 0.1 s" in event.reason
