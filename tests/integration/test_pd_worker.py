@@ -79,12 +79,12 @@ def test_blocks_of_several_groups_arrive_in_a_pool_of_another_shape(open_process
         for group, num_tokens in enumerate([24, 8, 13])
     ]
     for one in parts:
-        prefill.ask("fill_group", (one.group, one.src_block_ids.tolist(), one.num_tokens))
+        prefill.ask("fill_group", (one.src_group, one.src_block_ids.tolist(), one.num_tokens))
     prefill.ask("start", command_of(*parts))
     (event,) = prefill.ask("events")
     assert event.state is TransferState.DONE, event.reason
     for one in parts:
-        assert decode.ask("count_wrong_in", (one.group, one.dst_block_ids.tolist(), one.num_tokens)) == 0
+        assert decode.ask("count_wrong_in", (one.dst_group, one.dst_block_ids.tolist(), one.num_tokens)) == 0
 
 
 @pytest.mark.parametrize("path", PATHS)
