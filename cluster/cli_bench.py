@@ -12,6 +12,7 @@ import typer
 
 from blockferry.cluster import cli_output
 from blockferry.cluster.cli_bench_options import JsonTarget, PlotFile, one_line_errors
+from blockferry.cluster.cli_handoff import HANDOFF_HELP_END, bench_handoff
 from blockferry.cluster.cli_transfer import TRANSFER_HELP_END, bench_transfer
 from blockferry.cluster.launch_progress import Progress
 from blockferry.cluster.shipped import find_config
@@ -116,6 +117,7 @@ def bench_kv(
         emit(measured, json_target=json_target, plot=None if plot is None else Plot(path=plot, x="rows", names=names))
 
 
+app.command("handoff", epilog=HANDOFF_HELP_END)(bench_handoff)
 app.command("transfer", epilog=TRANSFER_HELP_END)(bench_transfer)
 
 

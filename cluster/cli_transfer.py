@@ -101,11 +101,15 @@ def _transfer_between(config: TransferBenchConfig, address: str, src: str, dst: 
     from blockferry.cluster import ray_session
     from blockferry.cluster.bench.transfer import run_transfer_bench
     from blockferry.cluster.bench.transfer_actors import cluster_nodes, find_node, open_actors
+    from blockferry.cluster.interrupt import stop_signals
 
     with contextlib.ExitStack() as stack:
         report = stack.enter_context(cli_output.progress_bar())
         report(Progress(phase="connecting to Ray", done=0, total=1))
+        stack.enter_context(stop_signals.noted())  # links to actors check them
+        stack.callback(stop_signals.forget)
         stack.callback(ray_session.connect(address).close)
+        stop_signals.renew()  # Ray's core has put a handler that aborts
         nodes = cluster_nodes()
         source, target = find_node(nodes, src, option="--src"), find_node(nodes, dst, option="--dst")
         ends = open_actors([source] * config.src.tp_size, [target] * config.dst.tp_size)

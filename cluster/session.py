@@ -1,4 +1,4 @@
-"""A deployment from start to end as one context: Ray, launch, the note for other shells, and taking it all down.
+"""Deployments from start to end as one context: Ray, launch, the note for other shells, and taking it all down.
 
 Used by the commands that need a deployment; leaves no process, no file and no reservation behind.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from blockferry.cluster import launch, ray_session, run_record
@@ -44,19 +44,25 @@ def deployed(wish: Wish, report: Report) -> Iterator[Running]:
 
     Raises AlreadyRunningError, ConfigError, ListenError, RaySessionError, PlacementError, LaunchError.
     """
-    config = wish.deployment.config
-    existing = run_record.find_record(config.name)
-    if existing is not None:
-        raise AlreadyRunningError(
-            f"deployment {config.name!r} already runs here (process {existing.pid}{_at(existing.url)}); "
-            "stop that one, or change `name`"
-        )
+    with deployed_together([wish], report) as (running,):
+        yield running
+
+
+@contextlib.contextmanager
+def deployed_together(wishes: Sequence[Wish], report: Report) -> Iterator[list[Running]]:
+    """Several deployments on one Ray session, that of the first wish's address. Raises as deployed() does."""
+    for wish in wishes:
+        existing = run_record.find_record(wish.deployment.config.name)
+        if existing is not None:
+            raise AlreadyRunningError(
+                f"deployment {existing.name!r} already runs here (process {existing.pid}{_at(existing.url)}); "
+                "stop that one, or change `name`"
+            )
     opened = _Opened()
     try:
         with stop_signals.noted():
-            _open(wish, report, opened)
+            _open(wishes, report, opened)
             stop_signals.check()
-        assert opened.running is not None
         yield opened.running
     finally:
         with stop_signals.noted():  # every wait of a clean-up has a limit: let it finish
@@ -66,24 +72,42 @@ def deployed(wish: Wish, report: Report) -> Iterator[Running]:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Opened:
-    """What has to be closed, in order of opening. Owned by deployed()."""
+    """What has to be closed, in order of opening. Owned by deployed_together()."""
 
     session: RaySession | None = None
-    running: Running | None = None
-    record: Path | None = None
+    running: list[Running] = dataclasses.field(default_factory=list)
+    records: list[Path] = dataclasses.field(default_factory=list)
 
     def close(self) -> None:
-        if self.record is not None:
-            self.record.unlink(missing_ok=True)
-        if self.running is not None:
-            self.running.close("the deployment is being stopped")
+        for record in self.records:
+            record.unlink(missing_ok=True)
+        for running in reversed(self.running):
+            running.close("the deployment is being stopped")
         if self.session is not None:
             self.session.close()
 
 
-def _open(wish: Wish, report: Report, opened: _Opened) -> None:
-    config = wish.deployment.config
+def _open(wishes: Sequence[Wish], report: Report, opened: _Opened) -> None:
     # what can be known at once is reported before the half minute that everything else takes
+    for wish in wishes:
+        _check(wish)
+    address = wishes[0].address
+    report(Progress(phase="starting Ray" if address is None else "connecting to Ray", done=0, total=1))
+    if address is not None:
+        opened.session = ray_session.connect(address)
+    else:
+        placed = [instance for wish in wishes for instance in name_instances(wish.deployment.config)]
+        opened.session = ray_session.start_local(total_resources(placed))
+    stop_signals.renew()  # Ray's core has put a handler that aborts
+    for wish in wishes:
+        stop_signals.check()
+        running = launch.launch(wish.deployment, report, with_api=wish.with_api)
+        opened.running.append(running)
+        opened.records.append(_record(wish, running, opened.session))
+
+
+def _check(wish: Wish) -> None:
+    config = wish.deployment.config
     if wish.with_api:
         bind(config.api.host, config.api.port).close()
     findings = [*check_weights(config.model.path)]
@@ -92,29 +116,22 @@ def _open(wish: Wish, report: Report, opened: _Opened) -> None:
     for finding in findings:
         if finding.is_error:
             raise ConfigError(finding.subject, finding.message)
-    report(Progress(phase="starting Ray" if wish.address is None else "connecting to Ray", done=0, total=1))
-    opened.session = _open_session(wish)
-    stop_signals.renew()  # Ray's core has put a handler that aborts
-    stop_signals.check()
-    opened.running = launch.launch(wish.deployment, report, with_api=wish.with_api)
-    opened.record = run_record.write_record(
+
+
+def _record(wish: Wish, running: Running, session: RaySession) -> Path:
+    config = wish.deployment.config
+    return run_record.write_record(
         RunRecord(
             name=config.name,
             config_file=str(wish.file.resolve()),
             model_path=str(config.model.path),
-            ray_address=opened.session.address,
-            ray_auth_mode=opened.session.auth_mode,
-            client_endpoint=opened.running.client_endpoint,
-            url=opened.running.url,
+            ray_address=session.address,
+            ray_auth_mode=session.auth_mode,
+            client_endpoint=running.client_endpoint,
+            url=running.url,
             pid=os.getpid(),
         )
     )
-
-
-def _open_session(wish: Wish) -> RaySession:
-    if wish.address is not None:
-        return ray_session.connect(wish.address)
-    return ray_session.start_local(total_resources(name_instances(wish.deployment.config)))
 
 
 def _at(url: str) -> str:

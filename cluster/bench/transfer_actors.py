@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from blockferry.cluster.actors import TransferEndActor, worker_environment
 from blockferry.cluster.bench.transfer_links import ANSWER_TIMEOUT_S, STOP_TIMEOUT_S, Answer, Ends
+from blockferry.cluster.interrupt import stop_signals
 from blockferry.connectors.base import TransportError
 
 MIN_PREFIX = 4  # characters of a node id
@@ -79,6 +80,7 @@ class _ActorLink:
         return lambda: self._answer(verb, reference)
 
     def _answer(self, verb: str, reference: Any) -> Any:
+        stop_signals.check()
         try:
             return ray.get(reference, timeout=ANSWER_TIMEOUT_S)
         except ray.exceptions.GetTimeoutError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import multiprocessing
+import signal
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
@@ -107,6 +108,7 @@ class _ProcessLink:
 
 
 def _serve(pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the benchmark's to handle, which then closes the pipe
     server = EndServer("127.0.0.1")
     while True:
         try:
