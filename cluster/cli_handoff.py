@@ -28,7 +28,9 @@ HANDOFF_HELP_END = (
 
 def bench_handoff(  # noqa: PLR0913, PLR0917 - one parameter per option
     config: Annotated[Path, typer.Option(help="Deployment with prefill and decode apart; or a shipped one.")],
-    baseline: Annotated[Path, typer.Option(help="Mixed deployment of the same model.")],
+    baseline: Annotated[
+        Path | None, typer.Option(help="Mixed deployment of the same model. Default: like the prefill instance.")
+    ] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Of every prompt, random.")] = 1500,
     num_runs: Annotated[int, typer.Option("--runs", min=1, help="Rounds; the median counts.")] = 9,
     num_warmup: Annotated[int, typer.Option(min=0, help="Rounds before, not counted.")] = 2,
@@ -41,7 +43,7 @@ def bench_handoff(  # noqa: PLR0913, PLR0917 - one parameter per option
 ) -> None:
     """Time the first and the second token of a prompt that is handed over, against a mixed deployment."""
     from blockferry.cluster.bench.handoff import HandoffBenchConfig, Target, run_handoff_bench
-    from blockferry.cluster.bench.handoff_deployments import handoff_deployments
+    from blockferry.cluster.bench.handoff_deployments import handoff_deployments, mixed_like
     from blockferry.cluster.bench.report import emit
     from blockferry.cluster.deployment import load_deployment
     from blockferry.cluster.session import Wish, deployed_together
@@ -55,11 +57,11 @@ def bench_handoff(  # noqa: PLR0913, PLR0917 - one parameter per option
             time_limit_s=time_limit,
             is_repeated=is_repeated,
         )
-        files = {one: find_config(one) for one in (config, baseline)}
-        deployments = handoff_deployments(
-            load_deployment(files[config]), load_deployment(files[baseline]), num_prompt_tokens=prompt_tokens
-        )
-        wishes = [Wish(deployment=one, file=files[config], address=None, with_api=True) for one in deployments.values()]
+        file = find_config(config)
+        apart = load_deployment(file)
+        mixed = mixed_like(apart) if baseline is None else load_deployment(find_config(baseline))
+        deployments = handoff_deployments(apart, mixed, num_prompt_tokens=prompt_tokens)
+        wishes = [Wish(deployment=one, file=file, address=None, with_api=True) for one in deployments.values()]
         with contextlib.ExitStack() as stack:
             report = stack.enter_context(cli_output.progress_bar())
             running = stack.enter_context(deployed_together(wishes, report))

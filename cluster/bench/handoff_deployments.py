@@ -7,6 +7,7 @@ import os
 
 from blockferry.cluster.bench.handoff import AFTER, MIXED, NUM_OUTPUT_TOKENS
 from blockferry.cluster.deployment import Deployment, is_disaggregated
+from blockferry.engine.config import Role
 from blockferry.engine.errors import ConfigError
 
 
@@ -36,6 +37,13 @@ def handoff_deployments(apart: Deployment, mixed: Deployment, *, num_prompt_toke
     num_threads = mixed.config.instances[0].num_threads
     found = {MIXED: mixed, AFTER: apart}
     return {name: _beside_others(one, name, num_threads=num_threads) for name, one in found.items()}
+
+
+def mixed_like(apart: Deployment) -> Deployment:
+    """A deployment that does with one mixed instance what `apart` does with several, shaped like its first one."""
+    instance = dataclasses.replace(apart.config.instances[0], role=Role.MIXED, replicas=1)
+    config = dataclasses.replace(apart.config, instances=(instance,))
+    return dataclasses.replace(apart, config=config)
 
 
 def _check_same(name: str, mine: object, other: object) -> None:

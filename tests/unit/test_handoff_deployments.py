@@ -6,8 +6,9 @@ import pytest
 from support.deployments import LLAMA
 
 from blockferry.cluster.bench.handoff import AFTER, MIXED, HandoffBenchConfig
-from blockferry.cluster.bench.handoff_deployments import handoff_deployments
+from blockferry.cluster.bench.handoff_deployments import handoff_deployments, mixed_like
 from blockferry.cluster.deployment import load_deployment
+from blockferry.engine.config import Role
 from blockferry.engine.errors import ConfigError
 
 APART = "instances: [{role: prefill}, {role: decode, num_threads: 4}]"
@@ -34,6 +35,13 @@ def test_all_run_beside_each_other_with_the_threads_of_the_mixed_one(load):
     assert len({config.name for config in configs}) == len(configs)
     assert {config.api.port for config in configs} == {0}
     assert {instance.num_threads for config in configs for instance in config.instances} == {2}
+
+
+def test_the_usual_baseline_is_one_mixed_instance_like_the_prefill_one(load):
+    apart = load("instances: [{role: prefill, replicas: 2, num_threads: 3}, {role: decode}]")
+    made = handoff_deployments(apart, mixed_like(apart), num_prompt_tokens=100)
+    [instance] = made[MIXED].config.instances
+    assert (instance.role, instance.replicas, instance.num_threads) == (Role.MIXED, 1, 3)
 
 
 @pytest.mark.parametrize(
