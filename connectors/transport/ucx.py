@@ -5,7 +5,8 @@ Owns one UCX context and worker per process, every endpoint and every registered
     same host     the peer's pool is mapped into this process (posix shared memory; ucp_rkey_ptr hands out the
                   address). Writes and reads are compiled memcpy loops: nothing of the peer is needed
     other hosts   ucp_put_nbx / ucp_get_nbx over TCP (or RDMA where UCX has it), posted by a compiled loop, one
-                  flush. TCP is emulated by messages: the target must progress, which its own transfer thread does
+                  flush. TCP is emulated by messages: the target must progress, which its own transfer thread does.
+                  Small runs travel packed (ucx_packing), and the target's thread scatters and gathers (ucx_service)
 
 Methods belong to the one owning thread; only wake() may come from another. No wait is unbounded: close() of a
 dead or frozen peer gives up after close_timeout_s. UCX facts: openucx.org, ucp/api/ucp.h.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import logging
+import math
 import os
 import select
 import threading
@@ -28,9 +30,11 @@ import numpy as np
 
 from blockferry.connectors.base import ByteArray, Region
 from blockferry.connectors.transport import native_loops as loops
+from blockferry.connectors.transport import native_packing
 from blockferry.connectors.transport import ucx_api as api
 from blockferry.connectors.transport.ucx_greeting import Greeter
 from blockferry.connectors.transport.ucx_peer import UcxAccess, UcxPeer, UcxRegion
+from blockferry.connectors.transport.ucx_service import NUM_ROWS, PoolKey, UcxService, make_rows
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +51,7 @@ _DEFAULTS: Mapping[str, str] = MappingProxyType(
         "TCP_RCVBUF": "4M",
         "TCP_TX_SEG_SIZE": "128K",
         "TCP_RX_SEG_SIZE": "128K",
+        "TCP_MAX_IOV": "16",
     }
 )
 
@@ -58,6 +63,7 @@ class UcxOptions:
     transports: tuple[str, ...] = ("posix", "tcp", "self")  # UCX_TLS
     net_device: str = ""  # UCX_NET_DEVICES, e.g. "eth0"; "": UCX chooses
     close_timeout_s: float = 2.0
+    pack_below_bytes: float = math.inf  # runs shorter than this are packed where a network is crossed; 0: never
     extra: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def to_config(self) -> dict[str, str]:
@@ -79,10 +85,14 @@ class UcxTransport:
         self._ucp = api.load()
         self._ucp.hush()
         loops.warm_up()
+        native_packing.warm_up()
         self._context = self._create_context()
         self._worker = self._create_worker()
         self._greeter = Greeter(self._ucp, self._worker)
-        self._regions: list[UcxRegion] = []
+        self._handles: list[c_void_p] = []  # of registered memory
+        self._rows = make_rows()
+        self._service = UcxService(self._ucp, self._worker, self._rows)
+        _, self._service_key = self._register(_adopting(self._rows), self._rows.nbytes)
         self._peers: dict[int, UcxPeer] = {}
         self._next_peer = 1
         self._on_error = api.ErrorCallback(self._peer_failed)  # UCX holds it as long as any endpoint lives
@@ -103,9 +113,9 @@ class UcxTransport:
         params = api.MemMapParams(
             field_mask=api.MEM_MAP_FIELD_LENGTH | api.MEM_MAP_FIELD_FLAGS, length=num_bytes, flags=api.MEM_MAP_ALLOCATE
         )
-        region = self._register(params, num_bytes)
-        if not _is_shared(region.base):
-            region.view[:] = 0  # UCX takes it from the heap; a shared segment comes zeroed
+        view, memory_key = self._register(params, num_bytes)
+        if not _is_shared(view.ctypes.data):
+            view[:] = 0  # UCX takes it from the heap; a shared segment comes zeroed
             if "posix" in self._options.transports:
                 logger.warning(
                     "a pool of %d bytes did not fit /dev/shm and lies in ordinary memory: transfers within this host "
@@ -113,32 +123,40 @@ class UcxTransport:
                     "cache.memory_bytes",
                     num_bytes,
                 )
-        return region
+        return self._add_region(view, memory_key)
 
     def adopt(self, view: ByteArray) -> UcxRegion:
         """Register memory of the caller, who keeps it alive until close()."""
-        params = api.MemMapParams(
-            field_mask=api.MEM_MAP_FIELD_ADDRESS | api.MEM_MAP_FIELD_LENGTH,
-            address=view.ctypes.data,
-            length=view.nbytes,
-        )
-        return self._register(params, view.nbytes)
+        view, memory_key = self._register(_adopting(view), view.nbytes)
+        return self._add_region(view, memory_key)
 
-    def _register(self, params: api.MemMapParams, num_bytes: int) -> UcxRegion:
+    def _register(self, params: api.MemMapParams, num_bytes: int) -> tuple[ByteArray, bytes]:
+        """Memory and what peers need to reach it."""
         handle = c_void_p()
         operation = f"registering {num_bytes} bytes"
         self._ucp.check(self._ucp.ucp_mem_map(self._context, byref(params), byref(handle)), operation)
+        self._handles.append(handle)
         attributes = api.MemAttr(field_mask=api.MEM_ATTR_FIELD_ADDRESS)
         self._ucp.check(self._ucp.ucp_mem_query(handle, byref(attributes)), operation)
         memory = (ctypes.c_uint8 * num_bytes).from_address(attributes.address)
-        view: ByteArray = np.ctypeslib.as_array(memory)
         packed, size = c_void_p(), c_size_t()
         self._ucp.check(self._ucp.ucp_rkey_pack(self._context, handle, byref(packed), byref(size)), operation)
-        remote_key = ctypes.string_at(packed, size.value)
+        memory_key = ctypes.string_at(packed, size.value)
         self._ucp.ucp_rkey_buffer_release(packed)
-        region = UcxRegion(handle=handle, view=view, remote_key=remote_key, nonce=self._greeter.nonce)
-        self._regions.append(region)
-        return region
+        return np.ctypeslib.as_array(memory), memory_key
+
+    def _add_region(self, view: ByteArray, memory_key: bytes) -> UcxRegion:
+        key = PoolKey(
+            base=view.ctypes.data,
+            num_bytes=view.nbytes,
+            memory_key=memory_key,
+            nonce=self._greeter.nonce,
+            region=self._service.add_region(view),
+            service_base=self._rows.ctypes.data,
+            num_rows=NUM_ROWS,
+            service_key=self._service_key,
+        )
+        return UcxRegion(view=view, key=key.pack())
 
     # --- connections
 
@@ -171,6 +189,8 @@ class UcxTransport:
             ucp=self._ucp,
             worker=self._worker,
             greeter=self._greeter,
+            service=self._service,
+            pack_below_bytes=self._options.pack_below_bytes,
             close=lambda peer: self._close_peers([peer]),
         )
         peer = UcxPeer(access, endpoint=endpoint, local=local, remote_key=remote_key)
@@ -209,7 +229,11 @@ class UcxTransport:
 
     def progress(self) -> bool:
         """Advance outstanding work and serve peers; True when something moved."""
-        return loops.drain(self._progress, self._worker.value or 0, _DRAIN_ROUNDS)
+        self._service.tick()
+        has_moved = loops.drain(self._progress, self._worker.value or 0, _DRAIN_ROUNDS)
+        for peer in self._peers.values():
+            has_moved |= peer.advance()
+        return has_moved
 
     def wait(self, timeout_s: float) -> None:
         """Look for work a moment, then sleep until UCX has an event, wake() or the timeout."""
@@ -240,8 +264,8 @@ class UcxTransport:
         if self._peers:
             return  # destroying the worker under a connection that hangs would hang as well
         self._ucp.ucp_worker_destroy(self._worker)
-        for region in self._regions:
-            self._ucp.ucp_mem_unmap(self._context, region.handle)
+        for handle in self._handles:
+            self._ucp.ucp_mem_unmap(self._context, handle)
         self._ucp.ucp_cleanup(self._context)
 
     # --- set-up
@@ -266,6 +290,12 @@ class UcxTransport:
         worker = c_void_p()
         self._ucp.check(self._ucp.ucp_worker_create(self._context, byref(params), byref(worker)), "ucp_worker_create")
         return worker
+
+
+def _adopting(view: ByteArray) -> api.MemMapParams:
+    return api.MemMapParams(
+        field_mask=api.MEM_MAP_FIELD_ADDRESS | api.MEM_MAP_FIELD_LENGTH, address=view.ctypes.data, length=view.nbytes
+    )
 
 
 def _is_shared(address: int) -> bool:

@@ -2,8 +2,8 @@
 
 Owns one endpoint and its memory key, from creation by UcxTransport to end_close(). Belongs to the transport's
 thread. Nothing is posted before the process behind the endpoint has proved to be the key's (ucx_greeting.py). Where
-the peer's pool is mapped into this process (ucp_rkey_ptr), bytes are copied at once by a compiled loop; else a
-compiled loop posts one operation per run.
+the peer's pool is mapped into this process (ucp_rkey_ptr), bytes are copied at once by a compiled loop; else runs
+shorter than pack_below_bytes travel in messages (ucx_packing.py), and a compiled loop posts one operation per other.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ import ctypes
 import dataclasses
 from collections.abc import Callable
 from ctypes import byref, c_void_p
-from typing import NamedTuple
 
-import msgpack
 import numpy as np
+from numpy.typing import NDArray
 
 from blockferry.connectors.base import ByteArray, Int64Array, Region, TransportError
 from blockferry.connectors.transport import native_loops as loops
 from blockferry.connectors.transport import ucx_api as api
 from blockferry.connectors.transport.ucx_greeting import Greeter
+from blockferry.connectors.transport.ucx_packing import Mark, Runs, UcxPacking
+from blockferry.connectors.transport.ucx_row import Phase, UcxRow
+from blockferry.connectors.transport.ucx_service import PoolKey, UcxService
 
 
 class UcxRegion:
     """Memory registered with UCX. Dies with its transport: its view must not be used after close()."""
 
-    def __init__(self, *, handle: c_void_p, view: ByteArray, remote_key: bytes, nonce: bytes) -> None:
-        self.handle = handle
-        self.base = view.ctypes.data
+    def __init__(self, *, view: ByteArray, key: bytes) -> None:
         self._view = view
-        self._key: bytes = msgpack.packb([self.base, view.nbytes, remote_key, nonce])
+        self._key = key
 
     @property
     def view(self) -> ByteArray:
@@ -39,7 +39,7 @@ class UcxRegion:
 
     @property
     def key(self) -> bytes:
-        """Base address, size, UCX's packed key and the nonce of the process."""
+        """A packed PoolKey."""
         return self._key
 
 
@@ -50,6 +50,8 @@ class UcxAccess:
     ucp: api.Ucp
     worker: c_void_p
     greeter: Greeter
+    service: UcxService  # this process's own
+    pack_below_bytes: float
     close: Callable[[UcxPeer], None]
 
 
@@ -58,9 +60,7 @@ class _Move:
     """One write() or read(), checked."""
 
     is_write: bool
-    local_offsets: Int64Array  # [R]
-    remote_offsets: Int64Array  # [R]
-    lengths: Int64Array  # [R]
+    runs: Runs
 
 
 class UcxFlush:
@@ -68,6 +68,7 @@ class UcxFlush:
 
     def __init__(self, peer: UcxPeer) -> None:
         self._peer = peer
+        self._mark: Mark | None = None  # None: nothing was ever packed
         self._has_begun = False
         self.request: int | None = None  # of UCX, once it has begun; None then: complete
 
@@ -76,18 +77,21 @@ class UcxFlush:
         self._peer.check_alive("flush")
         if not self._has_begun and not self.begin():
             return False
-        if self.request is None:
-            return True
-        status = self._peer.request_status(self.request)
-        if status == api.IN_PROGRESS:
-            return False
-        self._peer.forget(self)
-        self._peer.check(status, "flush")
-        return True
+        if self.request is not None:
+            status = self._peer.request_status(self.request)
+            if status == api.IN_PROGRESS:
+                return False
+            self._peer.forget(self)
+            self._peer.check(status, "flush")
+        return self._mark is None or self._peer.has_landed(self._mark)
 
     def begin(self) -> bool:
-        """Hand the flush to UCX if the connection is up; whether it has begun. Raises TransportError."""
-        if self._peer.is_up():
+        """Hand the flush to UCX if all before it is posted or packed; whether it has begun. Raises TransportError."""
+        if not self._peer.is_up():
+            return False
+        if self._mark is None:
+            self._mark = self._peer.mark()
+        if not self._peer.is_settling:
             self.request = self._peer.post_flush()
             self._has_begun = True
             self._peer.keep(self)
@@ -104,10 +108,16 @@ class UcxPeer:
         self._flushes: set[UcxFlush] = set()
         self._failure = ""
         self._is_closed = False
+        key = PoolKey.unpack(remote_key)
         self._local_base, self._local_bytes = local.view.ctypes.data, local.view.nbytes
-        self._remote_base, self._remote_bytes, packed, nonce = _unpack_key(remote_key)
+        self._remote_base, self._remote_bytes = key.base, key.num_bytes
+        self._pack_below_bytes = access.pack_below_bytes
+        self._row = UcxRow(access.ucp, access.service, endpoint=endpoint, local_base=self._local_base, key=key)
+        self._packing = UcxPacking(access.ucp, self._row)
         self._rkey = c_void_p()
-        self.check(self._ucp.ucp_ep_rkey_unpack(endpoint, packed, byref(self._rkey)), "unpacking the memory key")
+        self.check(
+            self._ucp.ucp_ep_rkey_unpack(endpoint, key.memory_key, byref(self._rkey)), "unpacking the memory key"
+        )
         mapped = c_void_p()
         status = self._ucp.ucp_rkey_ptr(self._rkey, self._remote_base, byref(mapped))
         self._mapped_base = mapped.value if status == api.OK else None
@@ -122,20 +132,30 @@ class UcxPeer:
         self._handles[loops.WORKER] = access.worker.value or 0
         self._handles[loops.FREE] = self._ucp.address_of("ucp_request_free")
         self._waiting: list[_Move] = []  # for the connection to be up
-        self._greeting = access.greeter.greet(endpoint, nonce)
+        self._greeting = access.greeter.greet(endpoint, key.nonce)
 
     @property
     def is_direct(self) -> bool:
         """True when the peer's pool is mapped into this process."""
         return self._mapped_base is not None
 
+    @property
+    def is_refused(self) -> bool:
+        """True when the peer has no room for packed runs, which are then posted one by one."""
+        return self._row.phase is Phase.REFUSED
+
+    @property
+    def is_settling(self) -> bool:
+        """Whether it is not known yet if the peer takes packed runs."""
+        return self._packing.is_settling
+
     def write(self, local_offsets: Int64Array, remote_offsets: Int64Array, lengths: Int64Array) -> None:
         """Post writes; copies at once where the peer is direct. Raises TransportError, ValueError."""
-        self._post(self._checked(local_offsets, remote_offsets, lengths, is_write=True))
+        self._post(_Move(is_write=True, runs=self._checked(local_offsets, remote_offsets, lengths)))
 
     def read(self, local_offsets: Int64Array, remote_offsets: Int64Array, lengths: Int64Array) -> None:
         """Post reads; copies at once where the peer is direct. Raises TransportError, ValueError."""
-        self._post(self._checked(local_offsets, remote_offsets, lengths, is_write=False))
+        self._post(_Move(is_write=False, runs=self._checked(local_offsets, remote_offsets, lengths)))
 
     def flush(self) -> UcxFlush:
         """Begin a flush; also what brings the connection up. Raises TransportError."""
@@ -153,12 +173,18 @@ class UcxPeer:
             self._run(move)
         return True
 
-    def post_flush(self) -> int | None:
-        """UCX's request for a flush of what was posted; None: there is nothing to wait for. Raises TransportError."""
-        pointer: int | None = self._ucp.ucp_ep_flush_nbx(self._endpoint, byref(self._param))
-        status = api.pointer_status(pointer)
-        self.check(status, "flush")
-        return pointer if status == api.IN_PROGRESS else None
+    def advance(self) -> bool:
+        """Carry packed runs on; True when something moved. A failure is told to who polls next."""
+        if self._is_closed or self._failure or self._row.phase is Phase.CLOSED:
+            return False
+        try:
+            has_moved = self._row.settle()
+            if self.is_refused:
+                self._packing.give_up(self._post_writes, self._post_reads)
+            return self._packing.advance() or has_moved
+        except TransportError as error:
+            self.fail(str(error))
+            return True
 
     def close(self) -> None:
         """Drop the connection within the transport's close_timeout_s. Idempotent."""
@@ -178,15 +204,30 @@ class UcxPeer:
         """Note that UCX reported the connection broken."""
         self._failure = reason
 
-    def request_status(self, request: int) -> int:
-        """Status of a request of this peer."""
-        status: int = self._ucp.ucp_request_check_status(request)
-        return status
+    def has_landed(self, mark: Mark) -> bool:
+        """Whether packed runs before the mark have landed."""
+        return self._packing.has_landed(mark)
+
+    def mark(self) -> Mark | None:
+        """The point behind all packed runs so far; None where there never were any."""
+        return None if self._row.phase is Phase.CLOSED else self._packing.mark()
+
+    def post_flush(self) -> int | None:
+        """UCX's request for a flush of what was posted; None: there is nothing to wait for. Raises TransportError."""
+        pointer: int | None = self._ucp.ucp_ep_flush_nbx(self._endpoint, byref(self._param))
+        status = api.pointer_status(pointer)
+        self.check(status, "flush")
+        return pointer if status == api.IN_PROGRESS else None
 
     def keep(self, flush: UcxFlush) -> None:
         """Own a flush that is under way."""
         if flush.request is not None:
             self._flushes.add(flush)
+
+    def request_status(self, request: int) -> int:
+        """Status of a request of this peer."""
+        status: int = self._ucp.ucp_request_check_status(request)
+        return status
 
     def forget(self, flush: UcxFlush) -> None:
         """Free a completed flush."""
@@ -199,6 +240,7 @@ class UcxPeer:
         if self._is_closed:
             return None
         self._is_closed = True
+        self._row.say_goodbye()
         param = api.RequestParam(op_attr_mask=api.OP_ATTR_FIELD_FLAGS, flags=api.EP_CLOSE_FLAG_FORCE)
         pointer: int | None = self._ucp.ucp_ep_close_nbx(self._endpoint, byref(param))
         return pointer if api.pointer_status(pointer) == api.IN_PROGRESS else None
@@ -208,17 +250,23 @@ class UcxPeer:
         for flush in list(self._flushes):
             self.forget(flush)
         self._waiting.clear()
+        self._row.release()
         self._ucp.ucp_rkey_destroy(self._rkey)
         self._mapped_base = None
 
-    def _checked(
-        self, local_offsets: Int64Array, remote_offsets: Int64Array, lengths: Int64Array, *, is_write: bool
-    ) -> _Move:
+    @property
+    def _packable_bytes(self) -> float:
+        """Runs shorter than this are packed."""
+        return 0 if self.is_refused else self._pack_below_bytes
+
+    def _checked(self, local_offsets: Int64Array, remote_offsets: Int64Array, lengths: Int64Array) -> Runs:
         self.check_alive("post")
         _check_bounds("local", local_offsets, lengths, self._local_bytes)
         _check_bounds("remote", remote_offsets, lengths, self._remote_bytes)
-        local_offsets, remote_offsets, lengths = map(np.ascontiguousarray, (local_offsets, remote_offsets, lengths))
-        return _Move(is_write=is_write, local_offsets=local_offsets, remote_offsets=remote_offsets, lengths=lengths)
+        local, remote, lengths = (
+            np.ascontiguousarray(array, np.int64) for array in (local_offsets, remote_offsets, lengths)
+        )
+        return Runs(local=local, remote=remote, lengths=lengths)
 
     def _post(self, move: _Move) -> None:
         if self.is_up():
@@ -227,31 +275,36 @@ class UcxPeer:
             self._waiting.append(move)
 
     def _run(self, move: _Move) -> None:
-        local, remote, lengths = move.local_offsets, move.remote_offsets, move.lengths
+        runs = move.runs
         if self._mapped_base is None:
-            function = "ucp_put_nbx" if move.is_write else "ucp_get_nbx"
-            self._handles[loops.FUNCTION] = self._ucp.address_of(function)
-            self.check(loops.post_runs(self._handles, local, remote, lengths), function)
+            is_small = runs.lengths < self._packable_bytes
+            pack, post = (
+                (self._packing.write, self._post_writes) if move.is_write else (self._packing.read, self._post_reads)
+            )
+            if is_small.any():
+                pack(_select(runs, is_small))
+            if not is_small.all():
+                post(_select(runs, ~is_small))
         elif move.is_write:
-            loops.copy_runs(self._mapped_base, self._local_base, remote, local, lengths)
+            loops.copy_runs(self._mapped_base, self._local_base, runs.remote, runs.local, runs.lengths)
         else:
-            loops.copy_runs(self._local_base, self._mapped_base, local, remote, lengths)
+            loops.copy_runs(self._local_base, self._mapped_base, runs.local, runs.remote, runs.lengths)
+
+    def _post_writes(self, runs: Runs) -> None:
+        self._post_each("ucp_put_nbx", runs)
+
+    def _post_reads(self, runs: Runs) -> None:
+        self._post_each("ucp_get_nbx", runs)
+
+    def _post_each(self, function: str, runs: Runs) -> None:
+        self._handles[loops.FUNCTION] = self._ucp.address_of(function)
+        self.check(loops.post_runs(self._handles, runs.local, runs.remote, runs.lengths), function)
 
 
-class _Key(NamedTuple):
-    """UcxRegion.key, taken apart."""
-
-    base: int
-    num_bytes: int
-    packed: bytes
-    nonce: bytes
-
-
-def _unpack_key(remote_key: bytes) -> _Key:
-    try:
-        return _Key(*msgpack.unpackb(remote_key))
-    except (ValueError, TypeError) as error:
-        raise TransportError(f"a memory key of {len(remote_key)} bytes is not one of UCX pools: {error}") from error
+def _select(runs: Runs, is_chosen: NDArray[np.bool_]) -> Runs:
+    if is_chosen.all():
+        return runs
+    return Runs(local=runs.local[is_chosen], remote=runs.remote[is_chosen], lengths=runs.lengths[is_chosen])
 
 
 def _check_bounds(side: str, offsets: Int64Array, lengths: Int64Array, num_bytes: int) -> None:

@@ -1,4 +1,7 @@
-"""What every transport must do, over loopback, UCX shared memory and UCX TCP (far ends of UCX are processes)."""
+"""What every transport must do: over loopback, UCX shared memory and UCX TCP, there packed into messages or not.
+
+Far ends of UCX are processes.
+"""
 
 import contextlib
 import socket
@@ -13,7 +16,13 @@ from support.transport_peer import NUM_BYTES, ProcessEnd, ThreadEnd
 from blockferry.connectors.base import TransportError
 from blockferry.connectors.transport.loopback import LoopbackFabric, LoopbackTransport
 
-TLS = {"ucx-shm": ("posix", "tcp", "self"), "ucx-tcp": ("tcp", "self")}
+UCX = {
+    "ucx-shm": {"transports": ("posix", "tcp", "self")},
+    "ucx-tcp": {"transports": ("tcp", "self")},
+    "ucx-tcp-mixed": {"transports": ("tcp", "self"), "pack_below_bytes": 4097},
+    "ucx-tcp-unpacked": {"transports": ("tcp", "self"), "pack_below_bytes": 0},
+}
+KINDS = ["loopback", *(pytest.param(kind, marks=pytest.mark.ucx) for kind in UCX)]
 
 
 class Fabric:
@@ -30,12 +39,12 @@ class Fabric:
         else:
             from blockferry.connectors.transport.ucx import UcxOptions, UcxTransport
 
-            transport = UcxTransport(UcxOptions(transports=TLS[self.kind], close_timeout_s=1.0))
+            transport = UcxTransport(UcxOptions(**UCX[self.kind], close_timeout_s=1.0))
         self._stack.callback(transport.close)
         return transport
 
     def far(self):
-        end = ThreadEnd(self._loopback) if self.kind == "loopback" else ProcessEnd(TLS[self.kind])
+        end = ThreadEnd(self._loopback) if self.kind == "loopback" else ProcessEnd(UCX[self.kind]["transports"])
         self._stack.callback(end.close)
         return end
 
@@ -43,9 +52,7 @@ class Fabric:
         self._stack.close()
 
 
-@pytest.fixture(
-    params=["loopback", pytest.param("ucx-shm", marks=pytest.mark.ucx), pytest.param("ucx-tcp", marks=pytest.mark.ucx)]
-)
+@pytest.fixture(params=KINDS)
 def fabric(request):
     with no_segments_left():
         made = Fabric(request.param)

@@ -20,6 +20,18 @@ def pattern(seed, num_bytes=NUM_BYTES):
     return np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
 
 
+def read_from(transport, region, address, key):
+    """Begin to read a peer's whole region in small runs, and do not wait for them."""
+    peer = transport.connect(address, local=region, remote_key=key)
+    flush = peer.flush()
+    while not flush.poll():
+        transport.progress()
+    offsets = np.arange(0, NUM_BYTES, 4096)
+    peer.read(offsets, offsets, np.full(len(offsets), 4096))
+    while not region.view.any():
+        transport.progress()
+
+
 def _serve(transport, region, pipe):
     """Answer the test's commands and serve peers until told to stop."""
     while True:
@@ -31,6 +43,8 @@ def _serve(transport, region, pipe):
         verb, argument = pipe.recv()
         if verb == "stop":
             break
+        if verb == "read_from":
+            read_from(transport, region, *argument)
         if verb == "fill":
             region.view[:] = pattern(argument, region.view.nbytes)
         pipe.send(region.view.tobytes() if verb == "view" else os.times().user + os.times().system)
@@ -63,6 +77,9 @@ class FarEnd:
     def fill(self, seed):
         self.ask("fill", seed)
         return pattern(seed)
+
+    def read_from(self, address, key):
+        self.ask("read_from", (address, key))
 
     def view(self):
         return np.frombuffer(self.ask("view"), np.uint8)

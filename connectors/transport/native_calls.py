@@ -1,0 +1,98 @@
+"""What compiled loops need of the machine: C calls by address, memcpy, loads, stores and a fence, without the GIL.
+
+Owns the intrinsics and the decorator of every compiled loop of the transports; knows nothing of UCX or of pools.
+Addresses are plain integers: the caller owns the memory and has checked the bounds.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import pathlib
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import numba
+from llvmlite import ir
+from numba.extending import intrinsic
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_I64 = ir.IntType(64)
+_BYTE_POINTER = ir.IntType(8).as_pointer()
+_INT = numba.types.int64
+
+
+def compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Compile at first use and keep the machine code on disk. Division by zero gives no exception."""
+    dispatcher: Callable[_P, _R] = numba.njit(nogil=True, cache=True, error_model="numpy")(stamped(function))
+    return dispatcher
+
+
+def stamped(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Name a function's machine code on disk after the text of every native module.
+
+    Numba looks only at the file that a function stands in, and would keep what it had inlined from another.
+    """
+    function.__qualname__ += f"-{_stamp()}"
+    return function
+
+
+@functools.cache
+def _stamp() -> str:
+    texts = [path.read_bytes() for path in sorted(pathlib.Path(__file__).parent.glob("native_*.py"))]
+    return hashlib.sha256(b"".join(texts)).hexdigest()[:8]
+
+
+def _intrinsic(lower: Callable[..., Any]) -> Any:
+    return intrinsic(lower)
+
+
+def _lower_call(_typing_context: Any, _function: Any, arguments: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        values = [builder.extract_value(args[1], i) for i in range(len(arguments))]
+        function = ir.FunctionType(_I64, [_I64] * len(values))
+        return builder.call(builder.inttoptr(args[0], function.as_pointer()), values)
+
+    return _INT(_INT, arguments), generate
+
+
+def _lower_copy(_typing_context: Any, _target: Any, _source: Any, _length: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        memcpy = builder.module.declare_intrinsic("llvm.memcpy", [_BYTE_POINTER, _BYTE_POINTER, _I64])
+        target, source = (builder.inttoptr(address, _BYTE_POINTER) for address in args[:2])
+        builder.call(memcpy, [target, source, args[2], ir.Constant(ir.IntType(1), 0)])
+        return ir.Constant(_I64, 0)
+
+    return _INT(_INT, _INT, _INT), generate
+
+
+def _lower_load(_typing_context: Any, _address: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.load(builder.inttoptr(args[0], _I64.as_pointer()), align=1)
+
+    return _INT(_INT), generate
+
+
+def _lower_store(_typing_context: Any, _address: Any, _value: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        builder.store(args[1], builder.inttoptr(args[0], _I64.as_pointer()), align=1)
+        return ir.Constant(_I64, 0)
+
+    return _INT(_INT, _INT), generate
+
+
+def _lower_fence(_typing_context: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
+        builder.fence("seq_cst")
+        return ir.Constant(_I64, 0)
+
+    return _INT(), generate
+
+
+# For compiled code only.
+call: Callable[[int, tuple[int, ...]], int] = _intrinsic(_lower_call)  # a C function of integers and pointers
+copy: Callable[[int, int, int], int] = _intrinsic(_lower_copy)  # memcpy(target, source, num_bytes)
+load: Callable[[int], int] = _intrinsic(_lower_load)  # the int64 at an address of any alignment
+store: Callable[[int, int], int] = _intrinsic(_lower_store)  # store(address, value)
+fence: Callable[[], int] = _intrinsic(_lower_fence)  # order every store before it; nearly free on x86
