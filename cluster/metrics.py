@@ -72,6 +72,11 @@ class ServerMetrics:
         self.transfer_bytes = self._histogram(
             "kv_transfer_bytes", "Bytes of KV blocks ferried for a request.", BYTES_BUCKETS
         )
+        self.transfer_saved_bytes = self._histogram(
+            "kv_transfer_saved_bytes",
+            "Bytes of a prompt's keys and values that the decode instance had, or never reads.",
+            BYTES_BUCKETS,
+        )
 
     def on_success(self, reason: str) -> None:
         """Count an ended request."""
@@ -85,6 +90,7 @@ class ServerMetrics:
         if stats.transfer_blocks:
             self.transfer_s.observe(stats.transfer_s)
             self.transfer_bytes.observe(stats.transfer_bytes)
+            self.transfer_saved_bytes.observe(stats.transfer_saved_bytes)
 
     def render(self, engine: EngineSnapshot | None) -> bytes:
         """The exposition text; `engine` is EngineClient.status(), None when it does not answer."""

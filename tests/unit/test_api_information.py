@@ -88,6 +88,7 @@ async def test_metrics_count_requests_tokens_and_times():
     assert series[f"blockferry:e2e_request_latency_seconds_count{label}"] == 1
     assert series[f"blockferry:request_queue_time_seconds_sum{label}"] == 0.001
     assert series[f"blockferry:kv_transfer_bytes_sum{label}"] == 4096
+    assert series[f"blockferry:kv_transfer_saved_bytes_sum{label}"] == 0
     assert series['blockferry:request_success_total{finished_reason="length",model_name="tiny"}'] == 1
     engine = '{engine="mixed0",model_name="tiny",role="mixed"}'
     assert series[f"blockferry:kv_cache_usage_perc{engine}"] == 0.25
