@@ -116,9 +116,9 @@ class WorkerActor:
         """Make the pool; returns its endpoint for peers."""
         return self._host.create_pool(plan)
 
-    def connect(self, peers: Sequence[bytes]) -> None:
-        """Connect to the pools of peer instances."""
-        self._host.connect(peers)
+    def connect(self, own: bytes, peers: Sequence[bytes]) -> None:
+        """Connect to the pools of peer instances; `own` is this rank's endpoint as they have it."""
+        self._host.connect(own, peers)
 
     def run(self, endpoints: Endpoints, scheduler_node_id: str) -> str:
         """Serve until the scheduler says stop; returns the reason."""

@@ -31,6 +31,7 @@ from blockferry.cluster.scheduler_host import InstanceSettings, SchedulerSetting
 from blockferry.cluster.sockets import Endpoints
 from blockferry.cluster.worker_settings import WorkerSettings
 from blockferry.connectors.base import TransferMode
+from blockferry.connectors.handshake import with_common_scales
 from blockferry.engine.config import DeploymentConfig, Role
 from blockferry.engine.errors import BlockferryError
 from blockferry.engine.kv.instance_plan import InstancePlan
@@ -256,16 +257,17 @@ def _make_pools(running: Running, plans: Mapping[str, InstancePlan], report: Rep
     endpoints = _gather(calls, "making pools", report, names=_rank_names(running.instances))
     if not is_disaggregated(running.config):
         return
+    endpoints = with_common_scales(endpoints)
     executing = Role.PREFILL if running.config.connector.mode == TransferMode.PUSH else Role.DECODE
-    peers: list[bytes] = []
-    for instance in running.instances:
-        own, endpoints = endpoints[: instance.num_ranks], endpoints[instance.num_ranks :]
-        if instance.config.role is not executing:
-            peers += own
+    roles = [instance.config.role for instance in running.instances for _ in range(instance.num_ranks)]
+    ranks = [rank for instance in running.instances for rank in running.workers[instance.instance_id]]
     # only the side that moves the bytes needs a connection; the other one answers on it
-    movers = [one for one in running.instances if one.config.role is executing]
-    connects = [rank.connect.remote(peers) for one in movers for rank in running.workers[one.instance_id]]
-    _gather(connects, "connecting pools", report, names=_rank_names(movers))
+    peers = [endpoint for role, endpoint in zip(roles, endpoints, strict=True) if role is not executing]
+    connects = [
+        rank.connect.remote(own, peers if role is executing else [])
+        for rank, role, own in zip(ranks, roles, endpoints, strict=True)
+    ]
+    _gather(connects, "connecting pools", report, names=_rank_names(running.instances))
 
 
 def _start_scheduler(

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from blockferry.cluster.worker_loop import WorkerLoop
 from blockferry.cluster.worker_settings import WorkerSettings
 from blockferry.connectors.base import RankIdentity
+from blockferry.connectors.handshake import decode_endpoint
 from blockferry.connectors.pd_worker import PdWorker
 from blockferry.connectors.transport import open_ucx
 from blockferry.engine.kv.instance_plan import InstancePlan
@@ -66,9 +67,15 @@ class WorkerHost:
         worker.warm_up()
         return self._ferry.endpoint(worker.layouts())
 
-    def connect(self, peers: Sequence[bytes]) -> None:
-        """Connect to instances that this one ferries blocks to or from, given as the endpoints of all their ranks."""
+    def connect(self, own: bytes, peers: Sequence[bytes]) -> None:
+        """Connect to instances that this one ferries blocks to or from, given as the endpoints of all their ranks.
+
+        `own` is this rank's endpoint with the scales that all ranks agreed upon.
+        """
         if self._ferry is not None:
+            layouts = decode_endpoint(own).layouts
+            self._need_worker().take_scales(layouts)
+            self._ferry.restate(layouts)
             self._ferry.connect(peers)
 
     def run(self, endpoint: str) -> str:

@@ -45,6 +45,27 @@ def decode_endpoint(data: bytes) -> PoolEndpoint:
         raise HandshakeRefused(f"handshake of version {version} with fields that do not fit: {error}") from error
 
 
+def with_common_scales(endpoints: Sequence[bytes]) -> list[bytes]:
+    """Endpoints of all ranks that exchange blocks, each layer and KV head with the largest scale that any has for it.
+
+    Ranks that share a model otherwise sum in another order, so a calibrated scale may come out as the next power of
+    two; the larger one fits the values of both. Every rank must take the scales of its new endpoint.
+    """
+    decoded = [decode_endpoint(one) for one in endpoints]
+    largest: dict[_Cell, tuple[float, float]] = {}
+    for endpoint in decoded:
+        for layout in endpoint.layouts:
+            for cell, (k_scale, v_scale) in _scales(layout).items():
+                largest_k, largest_v = largest.get(cell, (0.0, 0.0))
+                largest[cell] = max(largest_k, k_scale), max(largest_v, v_scale)
+    return [
+        encode_endpoint(
+            dataclasses.replace(endpoint, layouts=tuple(_rescaled(layout, largest) for layout in endpoint.layouts))
+        )
+        for endpoint in decoded
+    ]
+
+
 def check_compatible(own: PoolEndpoint, peer: PoolEndpoint) -> None:
     """Raises HandshakeRefused, naming the field and both values, when bytes of one mean nothing to the other."""
     if own.instance_id == peer.instance_id:
@@ -148,8 +169,13 @@ def _check_layouts(difference: _Difference, mine: PoolLayout, theirs: PoolLayout
     for cell in sorted(own_scales.keys() & peer_scales.keys()):
         here, there = own_scales[cell], peer_scales[cell]
         if here != there:
-            remedy = "calibrated scales need one tensor_parallel on both sides; a checkpoint may bring its own"
+            remedy = "give every rank its endpoint from with_common_scales before it connects"
             difference.refuse(f"scales of layer {cell.layer_id}, KV head {cell.head}", here, there, remedy=remedy)
+
+
+def _rescaled(layout: PoolLayout, scales: Mapping[_Cell, tuple[float, float]]) -> PoolLayout:
+    packed = b"".join(struct.pack("<2f", *scales[cell]) for cell in _scales(layout))
+    return dataclasses.replace(layout, scales=packed)
 
 
 def _scales(layout: PoolLayout) -> dict[_Cell, tuple[float, float]]:

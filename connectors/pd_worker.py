@@ -124,6 +124,11 @@ class PdWorker:
         self._thread.start()
         return handshake.encode_endpoint(self._own)
 
+    def restate(self, layouts: Sequence[PoolLayout]) -> None:
+        """The same layouts with the scales that all ranks agreed upon. Before connect(), by the same thread."""
+        assert self._own is not None, "endpoint() comes first"
+        self._own = dataclasses.replace(self._own, layouts=tuple(layouts))
+
     # --- any thread
 
     def connect(self, endpoints: Sequence[bytes]) -> None:

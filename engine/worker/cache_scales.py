@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from blockferry.connectors.base import ContentKind, PoolLayout
@@ -67,6 +68,18 @@ def scaled_layouts(layouts: Sequence[PoolLayout], scales: Mapping[int, CacheScal
     return tuple(
         layout if layout.content is ContentKind.STATE else _scaled_layout(layout, scales) for layout in layouts
     )
+
+
+def scales_in(layouts: Sequence[PoolLayout]) -> dict[int, CacheScales]:
+    """Per layer id, what scaled_layouts put into them, in host memory."""
+    found = {}
+    for layout in layouts:
+        if layout.scales:
+            values = np.frombuffer(layout.scales, "<f4").astype(np.float32)
+            scales_LK2 = torch.from_numpy(values).view(len(layout.layer_ids), layout.num_heads, 2)
+            for layer_id, scales_K2 in zip(layout.layer_ids, scales_LK2, strict=True):
+                found[layer_id] = CacheScales(k_K=scales_K2[:, 0], v_K=scales_K2[:, 1])
+    return found
 
 
 def _scaled_layout(layout: PoolLayout, scales: Mapping[int, CacheScales]) -> PoolLayout:

@@ -4,7 +4,8 @@
 
 Owns the prompt and the rule. A power of two multiplies exactly in every float type, and hides most of what differs in
 the last bits between machines. The same checkpoint gives the same scales on every instance of one tensor parallelism:
-the prompt and its chunks are fixed, and no row's result depends on a batch. e4m3 keeps its precision down to 2 ** -6 of
+the prompt and its chunks are fixed, and no row's result depends on a batch; instances of several agree when they
+connect (handshake.with_common_scales). e4m3 keeps its precision down to 2 ** -6 of
 a unit, so that headroom costs next to nothing; what is larger still is clamped.
 
 Legend: T tokens of the step, H query heads, K kv heads, D head dim; latent names as in LatentBackend.

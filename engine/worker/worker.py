@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ from blockferry.engine.worker.backends import (
     state_ops,
 )
 from blockferry.engine.worker.block_table import apply_deltas
-from blockferry.engine.worker.cache_scales import scaled_layouts, stored_scales
+from blockferry.engine.worker.cache_scales import scaled_layouts, scales_in, stored_scales
 from blockferry.engine.worker.calibration import (
     ObservedAttention,
     ObservedLatentAttention,
@@ -122,6 +122,14 @@ class Worker:
         )
         is_fp8 = self.spec.cache_dtype is CacheDType.FP8
         return scaled_layouts(layouts, self._cache.scales) if is_fp8 else layouts
+
+    @torch.inference_mode()
+    def take_scales(self, layouts: Sequence[PoolLayout]) -> None:
+        """The scales that these say, of this rank's layers in fp8, instead of its own. Before anything is cached."""
+        assert self._cache is not None, "init_cache() comes first"
+        for layer_id, scales in scales_in(layouts).items():
+            self._cache.scales[layer_id].k_K.copy_(scales.k_K)
+            self._cache.scales[layer_id].v_K.copy_(scales.v_K)
 
     def init_cache(self, plan: InstancePlan, allocate: Allocate) -> None:
         """Make this rank's pool of the plan in memory from allocate(num_bytes), which a GPU's pool does not call.

@@ -5,6 +5,7 @@ The two may be of different shapes, ranks included.
 
 from __future__ import annotations
 
+import itertools
 import queue
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from support.local_engine import EngineOptions, make_instance, make_request
 from support.thread_ranks import ThreadRanks
 
 from blockferry.connectors.base import EventSink, Overlap, RankIdentity, TransferCommand, TransferEvent, TransferMode
+from blockferry.connectors.handshake import decode_endpoint, with_common_scales
 from blockferry.connectors.pd_scheduler import PdScheduler
 from blockferry.connectors.pd_worker import PdWorker
 from blockferry.connectors.transport.loopback import LoopbackFabric, LoopbackTransport
@@ -61,6 +63,14 @@ class LocalInstance:
         )
         self.endpoints = [ferry.endpoint(worker.layouts()) for worker, ferry in self._ferries.items()]
 
+    def agree(self, endpoints: Sequence[bytes]) -> None:
+        """Take the scales of these, one a rank."""
+        self.endpoints = list(endpoints)
+        for (worker, ferry), endpoint in zip(self._ferries.items(), endpoints, strict=True):
+            layouts = decode_endpoint(endpoint).layouts
+            worker.take_scales(layouts)
+            ferry.restate(layouts)
+
     def connect(self, other: LocalInstance) -> None:
         for ferry in self._ferries.values():
             ferry.connect(other.endpoints)
@@ -99,6 +109,9 @@ class LocalPair:
             instance_id: LocalInstance(instance_id, role, path, own, self._events.put, fabric)
             for instance_id, (role, own) in shapes.items()
         }
+        agreed = iter(with_common_scales([one for side in self._sides.values() for one in side.endpoints]))
+        for side in self._sides.values():
+            side.agree(list(itertools.islice(agreed, len(side.endpoints))))
         mover, other = (PREFILL, DECODE) if mode is TransferMode.PUSH else (DECODE, PREFILL)
         self._sides[mover].connect(self._sides[other])
         instances = [side.scheduled for side in self._sides.values()]

@@ -16,7 +16,7 @@ from blockferry.cluster.deployment import load_deployment
 from blockferry.cluster.instance_plans import plan_of
 from blockferry.cluster.plan_model import PlanQuestion, plan_model
 from blockferry.connectors.base import HandshakeRefused, PoolEndpoint, PoolLayout
-from blockferry.connectors.handshake import check_compatible, decode_endpoint, encode_endpoint
+from blockferry.connectors.handshake import check_compatible, decode_endpoint, encode_endpoint, with_common_scales
 from blockferry.engine.errors import ConfigError, ModelLoadError
 from blockferry.engine.kv.instance_plan import InstanceRequest, plan_instance
 from blockferry.engine.kv.model_layers import CacheDType, LayerOptions
@@ -164,6 +164,30 @@ def test_other_scales_are_refused_with_layer_and_head() -> None:
     other = np.array([1, 2, 3, 4, 5, 6, 7, 9], "<f4").tobytes()
     with pytest.raises(HandshakeRefused, match=r"scales of layer 1, KV head 1=\(7\.0, 9\.0\).*\(7\.0, 8\.0\)"):
         check_compatible(make_endpoint("p0"), make_endpoint("d0", scales=other))
+
+
+def test_ranks_agree_on_the_largest_scale_of_each_layer_and_head() -> None:
+    own = make_endpoint("p0", scales=np.array([1, 2, 4, 4, 1, 1, 1, 1], "<f4").tobytes())
+    upper = make_endpoint("d0", head_start=1, num_heads=1, scales=np.array([2, 8, 1, 2], "<f4").tobytes())
+    lower = make_endpoint("d0", head_start=0, num_heads=1, scales=np.array([1, 2, 2, 1], "<f4").tobytes())
+    agreed = [decode_endpoint(one) for one in with_common_scales([encode_endpoint(one) for one in (own, upper, lower)])]
+    assert [floats(one.layouts[0]) for one in agreed] == [[1, 2, 4, 8, 2, 1, 1, 2], [4, 8, 1, 2], [1, 2, 2, 1]]
+    for peer in agreed[1:]:
+        check_compatible(agreed[0], peer)
+
+
+def test_endpoints_of_equal_scales_stay_as_they_are() -> None:
+    endpoints = [encode_endpoint(make_endpoint(name)) for name in ("p0", "d0")]
+    assert with_common_scales(endpoints) == endpoints
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_a_worker_takes_the_scales_that_were_agreed_upon(family: str, tmp_path: Path) -> None:
+    worker = start_worker(build(FAMILIES[family], tmp_path), FP8)
+    own = worker.layouts()
+    doubled = [dataclasses.replace(one, scales=(2 * np.frombuffer(one.scales, "<f4")).tobytes()) for one in own]
+    worker.take_scales(doubled)
+    assert worker.layouts() == tuple(doubled)
 
 
 def test_another_cache_type_is_refused_by_name() -> None:
