@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from blockferry.cluster.bench.plain_socket import Sending, Timed
+from blockferry.cluster.bench.plain_socket import Sending
 from blockferry.cluster.bench.report import ParamValue, Plot, Report, Result
-from blockferry.cluster.bench.transfer_end import DST, SRC, TRANSPORTS, Opening
-from blockferry.cluster.bench.transfer_links import EndLink, Ends, ask_all
+from blockferry.cluster.bench.transfer_links import Ends, ask_all
+from blockferry.cluster.bench.transfer_pair import Moved, Pair
 from blockferry.cluster.bench.transfer_pools import (
     Amount,
     Blocks,
@@ -30,18 +30,17 @@ from blockferry.cluster.bench.transfer_pools import (
     page_bytes,
     piece_shape,
 )
-from blockferry.connectors.base import PoolLayout, TransferCommand, TransferMode, TransferPart, TransportError
+from blockferry.connectors.base import TransferMode
+from blockferry.connectors.transport.ucx import UcxOptions
 
+TRANSPORTS = {"shm": ("posix", "self"), "tcp": ("tcp", "self")}
 PATHS = tuple(TRANSPORTS)
 PATTERNS = ("contiguous", "scattered")
 MODES = tuple(str(mode) for mode in TransferMode)
 PIECE_SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
 SIZE = Amount(num_bytes=64 << 20)
 USUAL = Side()
-GIB = float(1 << 30)
 COLUMNS = ("transfer", "ceiling", "ratio", "block_time", "cpu")
-_DEADLINE_S = 60.0
-_LEAD_S = 0.02  # between a command and its start where several ranks must start together
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,12 +146,10 @@ def run_transfer_bench(config: TransferBenchConfig, ends: Ends, on_case: OnCase 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """One measured transfer and the ceilings beside it."""
+    """One round of a case."""
 
-    speed: float  # GiB/s
-    cpu_s_per_gib: float  # of all ranks of both sides
-    block_us: float  # per block of the source
-    ceilings: Mapping[str, float]  # GiB/s by name
+    moved: Moved
+    others: Mapping[str, float]  # GiB/s of what stands beside it: ceilings, and the transfer unpacked
 
 
 class _Bench:
@@ -160,137 +157,54 @@ class _Bench:
 
     def __init__(self, config: TransferBenchConfig, ends: Ends, path: str, shape: Shape) -> None:
         self._config = config
-        self._ends = ends
         self._shape = shape
         self._path = path
-        self._next_id = 1
+        options = UcxOptions(transports=TRANSPORTS[path], net_device=config.net_device)
+        self._pair = Pair(ends, shape, options)
+        self._next_seed = 1
 
     def __enter__(self) -> _Bench:
-        src = self._open(self._ends.src, SRC, self._shape.src, self._shape.dst)
-        dst = self._open(self._ends.dst, DST, self._shape.dst, self._shape.src)
-        src_endpoints, dst_endpoints = [answer() for answer in src], [answer() for answer in dst]
-        # both at once: a rank that connects is served by its peers' threads
-        connects = [link.ask("connect", dst_endpoints) for link in self._ends.src]
-        connects += [link.ask("connect", src_endpoints) for link in self._ends.dst]
-        for answer in connects:
-            answer()
+        self._pair.open()
         return self
-
-    def _open(
-        self, links: Sequence[EndLink], instance_id: str, layouts: Sequence[PoolLayout], peers: tuple[PoolLayout, ...]
-    ) -> list[Callable[[], Any]]:
-        return [
-            link.ask(
-                "open",
-                Opening(
-                    instance_id=instance_id,
-                    rank=rank,
-                    path=self._path,
-                    net_device=self._config.net_device,
-                    layout=layout,
-                    peers=peers,
-                    grid=self._shape.grid,
-                ),
-            )
-            for rank, (link, layout) in enumerate(zip(links, layouts, strict=True))
-        ]
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:  # after an error an end may not answer; its process is about to be ended
-            ask_all(self._ends.all, "close")
+            self._pair.close()
 
     def run(self, case: Case) -> list[Result]:
         """Measure one case. Raises TransportError."""
-        seed = self._next_id
-        blocks = choose_blocks(case.pattern, self._shape.grid, seed=seed)
-        ask_all(self._ends.src, "fill", seed)
+        seed, self._next_seed = self._next_seed, self._next_seed + 1
+        mode, blocks = TransferMode(case.mode), choose_blocks(case.pattern, self._shape.grid, seed=seed)
+        self._pair.fill(seed)
         runs = []
         for _ in range(1 + self._config.num_runs):
-            ask_all(self._ends.dst, "clear")
-            movers = self._ends.src if case.is_push else self._ends.dst
-            run = self._transfer(case, blocks, movers)
-            for rank, is_right in enumerate(ask_all(self._ends.dst, "is_right", seed, blocks)):
-                if not is_right:
-                    raise TransportError(f"{case}: bytes at the destination's rank {rank} differ from the source's")
-            ceilings = self._ceilings(blocks.part(self._shape.grid), movers)
-            runs.append(dataclasses.replace(run, ceilings=ceilings))
+            moved = self._pair.transfer(mode, blocks, seed)
+            runs.append(_Run(moved=moved, others=self._ceilings(mode, blocks)))
         return _results(case.params() | self._config.params(), runs[1:])  # the first one warmed up
 
-    def _transfer(self, case: Case, blocks: Blocks, movers: Sequence[EndLink]) -> _Run:
-        others = self._ends.dst if case.is_push else self._ends.src
-        command = TransferCommand(
-            transfer_id=self._next_id,
-            mode=TransferMode(case.mode),
-            src_instance_id=SRC,
-            dst_instance_id=DST,
-            parts=(blocks.part(self._shape.grid),),
-            deadline_s=_DEADLINE_S,
-        )
-        self._next_id += 1
-        cpu_s = sum(ask_all(others, "cpu_s"))
-        timed: list[Timed] = ask_all(movers, "ferry", command, self._start_of(movers))
-        cpu_s = sum(ask_all(others, "cpu_s")) - cpu_s + sum(one.cpu_s for one in timed)
-        num_bytes = sum(one.num_bytes for one in timed)
-        if num_bytes != self._shape.grid.num_bytes:
-            raise TransportError(f"{case}: {num_bytes} bytes were moved of {self._shape.grid.num_bytes}")
-        return _Run(
-            speed=_speed(timed),
-            cpu_s_per_gib=cpu_s / num_bytes * GIB,
-            block_us=_duration_s(timed) / len(blocks.src) * 1e6,
-            ceilings={},
-        )
-
-    def _ceilings(self, part: TransferPart, movers: Sequence[EndLink]) -> dict[str, float]:
+    def _ceilings(self, mode: TransferMode, blocks: Blocks) -> dict[str, float]:
         """GiB/s of the same runs without a transport, by name."""
         if self._path == "shm":
-            return {"memcpy": _speed(ask_all(movers, "copy", part, self._start_of(movers)))}
-        return {f"socket_{sending}": _speed(self._send_plain(part, sending)) for sending in Sending}
-
-    def _send_plain(self, part: TransferPart, sending: Sending) -> list[Timed]:
-        """One stream from each rank of the source that has a counterpart of its own."""
-        pairs = list(zip(self._ends.src, self._ends.dst, strict=False))
-        sources = [src for src, _ in pairs]
-        sizes = ask_all(sources, "count_bytes", part)
-        addresses = ask_all([dst for _, dst in pairs], "listen")
-        received = [dst.ask("receive", size, sending) for (_, dst), size in zip(pairs, sizes, strict=True)]
-        at_s = self._start_of(sources)
-        sent = [src.ask("send", to, part, sending, at_s) for src, to in zip(sources, addresses, strict=True)]
-        timed = [answer() for answer in sent]
-        for answer in received:
-            answer()
-        return timed
-
-    @staticmethod
-    def _start_of(links: Sequence[EndLink]) -> float:
-        """When ranks of one host shall start, on its clock: soon enough for all of them; at once where it is one."""
-        return 0.0 if len(links) == 1 else float(links[0].ask("clock")()) + _LEAD_S
+            return {"memcpy": self._pair.copy(mode, blocks)}
+        return {f"socket_{sending}": self._pair.send_plain(blocks, sending) for sending in Sending}
 
 
 def _results(params: Mapping[str, ParamValue], runs: Sequence[_Run]) -> list[Result]:
     """Rows of one case; the ceiling is the best one, by its median."""
-    ceilings = {name: [run.ceilings[name] for run in runs] for name in runs[0].ceilings}
+    ceilings = {name: [run.others[name] for run in runs] for name in runs[0].others}
     best = max(ceilings.values(), key=statistics.median)
-    speeds = [run.speed for run in runs]
+    speeds = [run.moved.speed for run in runs]
     rows: dict[str, tuple[str, Sequence[float]]] = {
         "transfer": ("GiB/s", speeds),
         "ceiling": ("GiB/s", best),
         "ratio": ("1", [speed / ceiling for speed, ceiling in zip(speeds, best, strict=True)]),
         # what a busy machine disturbs least: neither side's best run was waiting for a core
         "ratio_of_best": ("1", [max(speeds) / max(best)]),
-        "block_time": ("us", [run.block_us for run in runs]),
-        "cpu": ("s/GiB", [run.cpu_s_per_gib for run in runs]),
+        "block_time": ("us", [run.moved.block_us for run in runs]),
+        "cpu": ("s/GiB", [run.moved.cpu_s_per_gib for run in runs]),
         **{name: ("GiB/s", values) for name, values in ceilings.items()},
     }
     return [Result(name=name, params=params, unit=unit, runs=values) for name, (unit, values) in rows.items()]
-
-
-def _duration_s(timed: Sequence[Timed]) -> float:
-    """From the first rank's start to the last one's end."""
-    return max(one.ended_s for one in timed) - min(one.started_s for one in timed)
-
-
-def _speed(timed: Sequence[Timed]) -> float:
-    return sum(one.num_bytes for one in timed) / _duration_s(timed) / GIB
 
 
 def _possible_paths(paths: Sequence[str], ends: Ends) -> Sequence[str]:

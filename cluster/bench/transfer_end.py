@@ -33,7 +33,6 @@ from blockferry.connectors.transport.native_loops import copy_runs
 from blockferry.connectors.transport.ucx import UcxOptions, UcxTransport
 
 SRC, DST = "src", "dst"  # instance ids
-TRANSPORTS = {"shm": ("posix", "self"), "tcp": ("tcp", "self")}
 _EVENT_PATIENCE_S = 30.0  # beyond a transfer's own deadline
 
 
@@ -43,8 +42,7 @@ class Opening:
 
     instance_id: str  # SRC or DST
     rank: int
-    path: str
-    net_device: str  # "": UCX chooses
+    options: UcxOptions
     layout: PoolLayout
     peers: tuple[PoolLayout, ...]  # of the other side's ranks
     grid: Grid
@@ -62,10 +60,9 @@ class End:
 
     def __init__(self, opening: Opening, host: str) -> None:
         self._opening = opening
-        self._host = address_of(opening.net_device) or host
+        self._host = address_of(opening.options.net_device) or host
         self._events: queue.SimpleQueue[TransferEvent] = queue.SimpleQueue()
-        options = UcxOptions(transports=TRANSPORTS[opening.path], net_device=opening.net_device)
-        self._worker = PdWorker(UcxTransport(options), opening.identity, self._events.put)
+        self._worker = PdWorker(UcxTransport(opening.options), opening.identity, self._events.put)
         self._pool = self._worker.allocate(opening.layout.num_bytes)
         self.endpoint = self._worker.endpoint((opening.layout,))
         self._content = PoolContent(self._pool, opening.layout, opening.grid)
@@ -153,24 +150,37 @@ class End:
         return merge_runs([intersect_runs(peer, own, part) for peer in self._opening.peers])
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A new end: its number for later verbs, and what peers need to connect."""
+
+    number: int
+    endpoint: bytes
+
+
 class EndServer:
-    """A process's part in the benchmark: makes ends, one after the other, and calls them by verb."""
+    """A process's part in the benchmark: makes ends and calls them by verb."""
 
     def __init__(self, host: str) -> None:
         """`host` is the address on which plain sockets listen."""
         self._host = host
-        self._end: End | None = None
+        self._ends: dict[int, End] = {}
+        self._next_number = 1
 
     def answer(self, verb: str, arguments: Sequence[Any]) -> Any:
-        """Do what a verb says and return its result."""
-        if verb == "open":
-            (opening,) = arguments
-            self._end = End(opening, self._host)
-            return self._end.endpoint
+        """Do what a verb says and return its result: "open" with an Opening, an end's verb with its number first."""
         if verb in _OF_PROCESS:
             return _OF_PROCESS[verb]()
-        assert self._end is not None, verb
-        return _OF_END[verb](self._end, *arguments)
+        first, *rest = arguments
+        if verb == "open":
+            return self._open(first)
+        end = self._ends.pop(first) if verb == "close" else self._ends[first]
+        return _OF_END[verb](end, *rest)
+
+    def _open(self, opening: Opening) -> Opened:
+        number, self._next_number = self._next_number, self._next_number + 1
+        end = self._ends[number] = End(opening, self._host)
+        return Opened(number=number, endpoint=end.endpoint)
 
 
 _OF_PROCESS: Mapping[str, Callable[[], Any]] = {"clock": time.monotonic, "host_id": handshake.local_host_id}
