@@ -23,10 +23,11 @@ TRANSFER_HELP_END = (
     "--json writes one document: command, version, machine and results, each with name, params, value (the median of "
     "runs), unit and runs.\n\n"
     "Names: transfer, ceiling (shm: memcpy; tcp: the better plain socket), ratio, ratio_of_best (each side's best run: "
-    "what other work on the machine disturbs least), block_time, cpu (of the transfer "
-    "threads of both sides), and each ceiling by itself: memcpy, or socket_pieces (one send per piece) and "
-    "socket_contiguous (large sends that spin). Params: path, pattern, piece_bytes, mode, and tp, layout, block_size, "
-    "model, src, dst where they were given."
+    "what other work on the machine disturbs least), block_time, cpu (of the transfer threads of both sides), and each "
+    "ceiling by itself: memcpy, or socket_pieces (one send per piece) and socket_contiguous (large sends that spin). "
+    "Where short runs are packed for a network: unpacked (a one-sided read or write per run) and gain (transfer over "
+    "unpacked). Params: path, pattern, piece_bytes, mode, and tp, layout, block_size, model, src, dst where they were "
+    "given."
 )
 
 

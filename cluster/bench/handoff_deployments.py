@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from blockferry.cluster.bench.handoff import AFTER, MIXED, NUM_OUTPUT_TOKENS
+from blockferry.cluster.bench.handoff import AFTER, MIXED, NUM_OUTPUT_TOKENS, OVERLAPPED
 from blockferry.cluster.deployment import Deployment, is_disaggregated
+from blockferry.connectors.base import Overlap
 from blockferry.engine.config import Role
 from blockferry.engine.errors import ConfigError
 
@@ -35,7 +36,9 @@ def handoff_deployments(apart: Deployment, mixed: Deployment, *, num_prompt_toke
             f"{num_prompt_tokens} and {NUM_OUTPUT_TOKENS} to generate exceed max_model_len={longest}; use fewer",
         )
     num_threads = mixed.config.instances[0].num_threads
-    found = {MIXED: mixed, AFTER: apart}
+    found = {MIXED: mixed, AFTER: _without_overlap(apart)}
+    if apart.config.connector.overlap != Overlap.NONE:
+        found[OVERLAPPED] = apart
     return {name: _beside_others(one, name, num_threads=num_threads) for name, one in found.items()}
 
 
@@ -44,6 +47,12 @@ def mixed_like(apart: Deployment) -> Deployment:
     instance = dataclasses.replace(apart.config.instances[0], role=Role.MIXED, replicas=1)
     config = dataclasses.replace(apart.config, instances=(instance,))
     return dataclasses.replace(apart, config=config)
+
+
+def _without_overlap(deployment: Deployment) -> Deployment:
+    """The same with blocks ferried once the whole prompt is computed."""
+    connector = dataclasses.replace(deployment.config.connector, overlap=Overlap.NONE)
+    return dataclasses.replace(deployment, config=dataclasses.replace(deployment.config, connector=connector))
 
 
 def _check_same(name: str, mine: object, other: object) -> None:

@@ -111,9 +111,10 @@ class Report:
         units = {result.name: result.unit for result in self.results}
         names = [name for name in self.columns if name in units]
         for heading in varying:
-            table.add_column(heading)
+            table.add_column(heading.replace("_", "\n"))
         for name in names:
-            table.add_column(name if units[name] == "1" else f"{name}\n{units[name]}", justify="right")
+            unit = "" if units[name] == "1" else units[name]
+            table.add_column(f"{name}\n{unit}".replace("_", "\n").strip(), justify="right")
         rows: dict[tuple[str, ...], dict[str, str]] = {}
         for result in self.results:
             cells = tuple(_cell(result.params.get(key)) for key in varying)

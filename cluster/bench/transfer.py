@@ -26,6 +26,7 @@ from blockferry.cluster.bench.transfer_pools import (
     Shape,
     Side,
     choose_blocks,
+    mean_run_bytes,
     model_shape,
     page_bytes,
     piece_shape,
@@ -40,7 +41,8 @@ MODES = tuple(str(mode) for mode in TransferMode)
 PIECE_SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
 SIZE = Amount(num_bytes=64 << 20)
 USUAL = Side()
-COLUMNS = ("transfer", "ceiling", "ratio", "block_time", "cpu")
+COLUMNS = ("transfer", "ceiling", "ratio", "gain", "block_time", "cpu")
+SMALL_RUN_BYTES = 64 << 10  # below, transfers over a network are also measured without packing
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +151,8 @@ class _Run:
     """One round of a case."""
 
     moved: Moved
-    others: Mapping[str, float]  # GiB/s of what stands beside it: ceilings, and the transfer unpacked
+    ceilings: Mapping[str, float]  # GiB/s by name
+    unpacked: Sequence[float]  # GiB/s of the same transfer with a one-sided operation per run; none where not measured
 
 
 class _Bench:
@@ -159,27 +162,38 @@ class _Bench:
         self._config = config
         self._shape = shape
         self._path = path
+        self._may_pack = path != "shm" and _may_have_small_runs(config, shape)
         options = UcxOptions(transports=TRANSPORTS[path], net_device=config.net_device)
         self._pair = Pair(ends, shape, options)
+        self._unpacked = Pair(ends, shape, dataclasses.replace(options, pack_below_bytes=0))
         self._next_seed = 1
 
     def __enter__(self) -> _Bench:
-        self._pair.open()
+        for pair in self._pairs:
+            pair.open()
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:  # after an error an end may not answer; its process is about to be ended
-            self._pair.close()
+            for pair in self._pairs:
+                pair.close()
+
+    @property
+    def _pairs(self) -> list[Pair]:
+        return [self._pair, self._unpacked] if self._may_pack else [self._pair]
 
     def run(self, case: Case) -> list[Result]:
         """Measure one case. Raises TransportError."""
         seed, self._next_seed = self._next_seed, self._next_seed + 1
         mode, blocks = TransferMode(case.mode), choose_blocks(case.pattern, self._shape.grid, seed=seed)
-        self._pair.fill(seed)
+        pairs = self._pairs if mean_run_bytes(self._shape, blocks) < SMALL_RUN_BYTES else [self._pair]
+        for pair in pairs:
+            pair.fill(seed)
         runs = []
         for _ in range(1 + self._config.num_runs):
-            moved = self._pair.transfer(mode, blocks, seed)
-            runs.append(_Run(moved=moved, others=self._ceilings(mode, blocks)))
+            moved, *unpacked = [pair.transfer(mode, blocks, seed) for pair in pairs]
+            ceilings = self._ceilings(mode, blocks)
+            runs.append(_Run(moved=moved, ceilings=ceilings, unpacked=[one.speed for one in unpacked]))
         return _results(case.params() | self._config.params(), runs[1:])  # the first one warmed up
 
     def _ceilings(self, mode: TransferMode, blocks: Blocks) -> dict[str, float]:
@@ -189,9 +203,14 @@ class _Bench:
         return {f"socket_{sending}": self._pair.send_plain(blocks, sending) for sending in Sending}
 
 
+def _may_have_small_runs(config: TransferBenchConfig, shape: Shape) -> bool:
+    tables = (choose_blocks(pattern, shape.grid, seed=0) for pattern in config.patterns)
+    return any(mean_run_bytes(shape, blocks) < SMALL_RUN_BYTES for blocks in tables)
+
+
 def _results(params: Mapping[str, ParamValue], runs: Sequence[_Run]) -> list[Result]:
     """Rows of one case; the ceiling is the best one, by its median."""
-    ceilings = {name: [run.others[name] for run in runs] for name in runs[0].others}
+    ceilings = {name: [run.ceilings[name] for run in runs] for name in runs[0].ceilings}
     best = max(ceilings.values(), key=statistics.median)
     speeds = [run.moved.speed for run in runs]
     rows: dict[str, tuple[str, Sequence[float]]] = {
@@ -204,6 +223,10 @@ def _results(params: Mapping[str, ParamValue], runs: Sequence[_Run]) -> list[Res
         "cpu": ("s/GiB", [run.moved.cpu_s_per_gib for run in runs]),
         **{name: ("GiB/s", values) for name, values in ceilings.items()},
     }
+    unpacked = [speed for run in runs for speed in run.unpacked]
+    if unpacked:
+        rows["unpacked"] = ("GiB/s", unpacked)
+        rows["gain"] = ("1", [speed / other for speed, other in zip(speeds, unpacked, strict=True)])
     return [Result(name=name, params=params, unit=unit, runs=values) for name, (unit, values) in rows.items()]
 
 

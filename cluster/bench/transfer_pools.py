@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from blockferry.connectors.base import ByteArray, ContentKind, Int32Array, PoolLayout, TransferPart
-from blockferry.connectors.layout import strides
+from blockferry.connectors.layout import intersect_runs, strides
 from blockferry.engine.errors import ConfigError
 from blockferry.engine.kv.instance_plan import InstanceRequest, plan_instance
 from blockferry.engine.models.sharding import Span, split_evenly
@@ -193,6 +193,12 @@ def choose_blocks(pattern: str, grid: Grid, *, seed: int) -> Blocks:
         return Blocks(src=src, dst=dst)
     draw = np.random.default_rng(seed)
     return Blocks(src=draw.permutation(src), dst=draw.permutation(dst))
+
+
+def mean_run_bytes(shape: Shape, blocks: Blocks) -> float:
+    """Mean length of the contiguous byte runs that a transfer is made of."""
+    part = blocks.part(shape.grid)
+    return shape.grid.num_bytes / sum(len(intersect_runs(src, dst, part)) for src in shape.src for dst in shape.dst)
 
 
 class PoolContent:

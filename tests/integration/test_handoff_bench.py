@@ -100,6 +100,6 @@ def test_prompts_are_handed_over_between_real_workers(tmp_path):
     assert done.returncode == 0, done.stderr
     document = json.loads(out.read_text())
     ferried = [row for row in document["results"] if row["name"] == "transfer_bytes"]
-    assert {row["params"]["deployment"] for row in ferried} == {"pd_after_prefill"}
+    assert {row["params"]["deployment"] for row in ferried} == {"pd_after_prefill", "pd_overlapped"}
     assert {size for row in ferried for size in row["runs"]} == {4 * 30 * 3 * 16 * 2 * 64 * 2}
     assert "Traceback" not in done.stderr

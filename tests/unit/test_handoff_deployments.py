@@ -5,9 +5,10 @@ import json
 import pytest
 from support.deployments import LLAMA
 
-from blockferry.cluster.bench.handoff import AFTER, MIXED, HandoffBenchConfig
+from blockferry.cluster.bench.handoff import AFTER, MIXED, OVERLAPPED, HandoffBenchConfig
 from blockferry.cluster.bench.handoff_deployments import handoff_deployments, mixed_like
 from blockferry.cluster.deployment import load_deployment
+from blockferry.connectors.base import Overlap
 from blockferry.engine.config import Role
 from blockferry.engine.errors import ConfigError
 
@@ -42,6 +43,14 @@ def test_the_usual_baseline_is_one_mixed_instance_like_the_prefill_one(load):
     made = handoff_deployments(apart, mixed_like(apart), num_prompt_tokens=100)
     [instance] = made[MIXED].config.instances
     assert (instance.role, instance.replicas, instance.num_threads) == (Role.MIXED, 1, 3)
+
+
+def test_overlap_is_measured_against_none_and_only_where_there_is_any(load):
+    apart = load("connector: {overlap: chunks}\n" + APART)
+    made = handoff_deployments(apart, load(TOGETHER), num_prompt_tokens=100)
+    assert [made[name].config.connector.overlap for name in (AFTER, OVERLAPPED)] == [Overlap.NONE, Overlap.CHUNKS]
+    plain = load("connector: {overlap: none}\n" + APART)
+    assert list(handoff_deployments(plain, load(TOGETHER), num_prompt_tokens=100)) == [MIXED, AFTER]
 
 
 @pytest.mark.parametrize(
