@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -20,6 +21,8 @@ from blockferry.cluster.bench.load import Answer, Endpoint, Prompt, ask, find_mo
 from blockferry.cluster.bench.report import ParamValue, Report, Result
 from blockferry.cluster.bench.serve import FIRST_RANDOM_ID
 from blockferry.cluster.metrics import PREFIX
+
+logger = logging.getLogger(__name__)
 
 MIXED, AFTER, OVERLAPPED = "mixed", "pd_after_prefill", "pd_overlapped"
 NUM_OUTPUT_TOKENS = 4  # the second is of interest; a few more show that decoding goes on
@@ -105,6 +108,7 @@ async def run_handoff_bench(
         prompt = askers[0].random_prompt(config.prompt_tokens, draw)
         for number in range(total):
             if number > config.num_warmup and time.monotonic() - started_s > config.time_limit_s:
+                logger.warning("%d of %d rounds were not begun within %g s", total - number, total, config.time_limit_s)
                 break
             on_round(number + 1, total)
             first = number % len(askers)

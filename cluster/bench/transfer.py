@@ -10,6 +10,8 @@ plain_socket.py). Knows neither processes nor Ray: ends are given.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import logging
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +35,8 @@ from blockferry.cluster.bench.transfer_pools import (
 )
 from blockferry.connectors.base import TransferMode
 from blockferry.connectors.transport.ucx import UcxOptions
+
+logger = logging.getLogger(__name__)
 
 TRANSPORTS = {"shm": ("posix", "self"), "tcp": ("tcp", "self")}
 PATHS = tuple(TRANSPORTS)
@@ -135,14 +139,20 @@ def run_transfer_bench(config: TransferBenchConfig, ends: Ends, on_case: OnCase 
     for path in paths:
         for piece_bytes, shape in shapes:
             if time.monotonic() - started_s > config.time_limit_s:
-                break
+                continue
             with _Bench(config, ends, path, shape) as bench:  # cases of one path and shape share their pools
-                for pattern in config.patterns:
-                    for mode in config.modes:
-                        case = Case(path=path, pattern=pattern, piece_bytes=piece_bytes, mode=mode)
-                        number += 1
-                        on_case(case, number, total)
-                        results += bench.run(case)
+                for pattern, mode in itertools.product(config.patterns, config.modes):
+                    case = Case(path=path, pattern=pattern, piece_bytes=piece_bytes, mode=mode)
+                    number += 1
+                    on_case(case, number, total)
+                    results += bench.run(case)
+    if number < total:
+        logger.warning(
+            "%d of %d cases were not begun within %g s; raise the time limit",
+            total - number,
+            total,
+            config.time_limit_s,
+        )
     return Report(command="bench transfer", results=results, columns=COLUMNS)
 
 

@@ -55,9 +55,10 @@ def ray_command(hosts: NetnsHosts, command: str, file: Path) -> subprocess.Compl
     return hosts.launch(arguments, env=env, timeout_s=180)
 
 
-def wait_until_ray_is_gone(hosts: NetnsHosts, host: Host) -> None:
+def wait_until_gone(hosts: NetnsHosts, host: Host, command: str) -> None:
+    """Until a command that lists what should go lists nothing."""
     deadline = time.monotonic() + 60
-    while left := hosts.ssh(host, "pgrep -x 'raylet|gcs_server'", timeout_s=20).stdout:
+    while left := hosts.ssh(host, command, timeout_s=20).stdout:
         assert time.monotonic() < deadline, (host.name, left)
         time.sleep(1)
 
@@ -80,7 +81,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetnsHosts]:
         down = ray_command(hosts, "down", file)
         assert down.returncode == 0, down.stderr[-3000:]
         for host in hosts.hosts:
-            wait_until_ray_is_gone(hosts, host)
+            wait_until_gone(hosts, host, "pgrep -x 'raylet|gcs_server'")
 
 
 def on_head(hosts: NetnsHosts, command: str, *, timeout_s: float) -> subprocess.CompletedProcess[str]:
@@ -150,8 +151,7 @@ def test_transfers_between_two_hosts_are_measured_from_a_third(cluster: NetnsHos
             == (result["params"])
         )
     for host in cluster.hosts:
-        left = cluster.ssh(host, "pgrep -af [T]ransferEnd; ls /dev/shm | grep ucx", timeout_s=20).stdout
-        assert left == "", (host.name, left)
+        wait_until_gone(cluster, host, "pgrep -af [T]ransferEnd; ls /dev/shm | grep ucx")
 
 
 @pytest.mark.parametrize(
