@@ -91,13 +91,21 @@ class Batches:
     def __len__(self) -> int:
         return len(self.ends)
 
+    def runs_of(self, batch: int) -> slice:
+        """Which runs are in a batch."""
+        return slice(int(self.ends[batch - 1]) if batch else 0, int(self.ends[batch]))
+
+    def num_bytes(self, batch: int) -> int:
+        """Bytes of a batch."""
+        return int(self.lengths[self.runs_of(batch)].sum())
+
     def post(self, peer: Peer, mode: TransferMode, batch: int) -> int:
         """Post one batch; returns its bytes. Raises TransportError."""
-        runs = slice(int(self.ends[batch - 1]) if batch else 0, int(self.ends[batch]))
+        runs = self.runs_of(batch)
         lengths = self.lengths[runs]
         move = peer.write if mode is TransferMode.PUSH else peer.read
         move(self.local_offsets[runs], self.remote_offsets[runs], lengths)
-        return int(lengths.sum())
+        return self.num_bytes(batch)
 
 
 def make_batches(

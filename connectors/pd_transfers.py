@@ -11,7 +11,8 @@ A transfer with after_step moves what of the source's layers is computed, wave b
 layer that has bytes in it.
 
 A transfer is cut into batches of batch_bytes, of which num_batches_in_flight are posted and not yet flushed per
-peer, so that memory, cancellation and other transfers never wait for more than that.
+peer, so that memory, cancellation and other transfers never wait for more than that. Of all transfers together
+max_bytes_in_flight are, and half of it towards one peer, lest a frozen one take all; who posted last posts last.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import collections
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from blockferry.connectors.base import (
     EventSink,
@@ -45,8 +46,39 @@ class TransferLimits:
 
     batch_bytes: int = 8 << 20
     num_batches_in_flight: int = 2
+    max_bytes_in_flight: int = 128 << 20  # of a rank; a single batch may be larger
     num_layer_waves: int = 4  # of transfers that start while the source's layers compute
     quiesce_timeout_s: float = 2.0  # after a deadline: how long to wait for what was posted before the link is closed
+
+
+class _Budget:
+    """Bytes that are posted and have not landed, of all transfers."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._num_bytes = 0
+        self._of_link: collections.Counter[Link] = collections.Counter()
+
+    def has_room(self, link: Link, num_bytes: int) -> bool:
+        """Whether so many bytes may be posted towards a peer."""
+        towards = self._of_link[link]
+        fits_link = towards == 0 or towards + num_bytes <= self._limit // 2
+        return self._num_bytes == 0 or (fits_link and self._num_bytes + num_bytes <= self._limit)
+
+    def add(self, link: Link, num_bytes: int) -> None:
+        """Count bytes as posted, or as landed where num_bytes is negative."""
+        self._num_bytes += num_bytes
+        self._of_link[link] += num_bytes
+        if not self._of_link[link]:
+            del self._of_link[link]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Posted:
+    """A batch on its way."""
+
+    flush: Flush
+    num_bytes: int
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -56,8 +88,9 @@ class _Part:
     link: Link
     peer: Peer
     batches: Batches
+    budget: _Budget
     num_posted: int = 0  # batches
-    flushes: collections.deque[Flush] = dataclasses.field(default_factory=collections.deque)
+    flushes: collections.deque[_Posted] = dataclasses.field(default_factory=collections.deque)
 
     @property
     def is_done(self) -> bool:
@@ -66,8 +99,8 @@ class _Part:
     def reap(self) -> bool:
         """Forget batches that have landed; True when there was one. Raises TransportError."""
         has_moved = False
-        while self.flushes and self.flushes[0].poll():
-            self.flushes.popleft()
+        while self.flushes and self.flushes[0].flush.poll():
+            self.budget.add(self.link, -self.flushes.popleft().num_bytes)
             has_moved = True
         return has_moved
 
@@ -75,8 +108,14 @@ class _Part:
         """Post the next batch; returns its bytes. Raises TransportError."""
         num_bytes = self.batches.post(self.peer, mode, self.num_posted)
         self.num_posted += 1
-        self.flushes.append(self.peer.flush())
+        self.flushes.append(_Posted(flush=self.peer.flush(), num_bytes=num_bytes))
+        self.budget.add(self.link, num_bytes)
         return num_bytes
+
+    def forget(self) -> None:
+        """Wait for nothing any more."""
+        while self.flushes:
+            self.budget.add(self.link, -self.flushes.popleft().num_bytes)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -106,7 +145,7 @@ class _Transfer:
         """Close a connection that failed; other transfers over it fail at their next poll."""
         if part.flushes and self.command.mode is TransferMode.PUSH and not part.peer.is_direct:
             self.is_quiesced = False
-        part.flushes.clear()
+        part.forget()
         part.link.drop(part.peer)
 
 
@@ -129,7 +168,8 @@ class Transfers:
         self._on_event = on_event
         self._limits = limits
         self._progress = progress
-        self._active: dict[int, _Transfer] = {}
+        self._budget = _Budget(limits.max_bytes_in_flight)
+        self._active: dict[int, _Transfer] = {}  # in the order in which they may post
 
     def __len__(self) -> int:
         return len(self._active)
@@ -177,9 +217,11 @@ class Transfers:
     def advance(self) -> bool:
         """Reap and post what is possible without waiting; True when anything moved or ended."""
         has_moved = False
+        for step in (self._reap, self._post):  # all that has landed makes room for who waits longest
+            for transfer in list(self._active.values()):
+                for part in transfer.parts:
+                    has_moved |= self._attempt(step, transfer, part)
         for transfer in list(self._active.values()):
-            for part in transfer.parts:
-                has_moved |= self._advance_part(transfer, part)
             has_moved |= self._finish(transfer)
         return has_moved
 
@@ -195,6 +237,7 @@ class Transfers:
             _Part(
                 link=share.link,
                 peer=share.link.peer(),
+                budget=self._budget,
                 batches=make_batches(
                     command,
                     share.pairs,
@@ -205,24 +248,32 @@ class Transfers:
             for share in choose_shares(self._own, links, command.mode)
         ]
 
-    def _advance_part(self, transfer: _Transfer, part: _Part) -> bool:
+    def _attempt(self, step: Callable[[_Transfer, _Part], bool], transfer: _Transfer, part: _Part) -> bool:
+        """Do a step of a part; True when it moved or failed."""
         try:
-            has_moved = part.reap()
-            if self._may_post(transfer, part):
-                transfer.num_bytes += part.post(transfer.command.mode)
-                has_moved = True
+            return step(transfer, part)
         except TransportError as error:
             transfer.drop(part)
             self._end(transfer, TransferState.FAILED, f"{transfer.command.mode} with {part.link.name}: {error}")
             return True
-        return has_moved
+
+    def _reap(self, _transfer: _Transfer, part: _Part) -> bool:
+        return part.reap()
+
+    def _post(self, transfer: _Transfer, part: _Part) -> bool:
+        if not self._may_post(transfer, part):
+            return False
+        transfer.num_bytes += part.post(transfer.command.mode)
+        self._active[transfer.command.transfer_id] = self._active.pop(transfer.command.transfer_id)  # others come first
+        return True
 
     def _may_post(self, transfer: _Transfer, part: _Part) -> bool:
         has_room = len(part.flushes) < self._limits.num_batches_in_flight
         if transfer.ending is not None or part.num_posted == len(part.batches) or not has_room:
             return False
         mark = transfer.awaited(part)
-        return mark is None or self._progress.has_reached(mark)
+        is_computed = mark is None or self._progress.has_reached(mark)
+        return is_computed and self._budget.has_room(part.link, part.batches.num_bytes(part.num_posted))
 
     def _finish(self, transfer: _Transfer) -> bool:
         """Report what has ended, end what is late; True when it did either."""

@@ -180,6 +180,11 @@ class LoopbackPeer:
         """Whether posted operations have not moved yet."""
         return bool(self._queue)
 
+    @property
+    def num_bytes_queued(self) -> int:
+        """Bytes that were posted and have not moved."""
+        return sum(int(copy.lengths.sum()) for copy in self._queue)
+
     def advance(self) -> bool:
         """Move one posted operation; True when there was one."""
         if not self._queue or self._fabric.is_stalled(self._address):
@@ -238,6 +243,11 @@ class LoopbackTransport:
         peer = LoopbackPeer(self._fabric, address, local=local.view, remote=remote)
         self._peers.append(peer)
         return peer
+
+    @property
+    def num_bytes_queued(self) -> int:
+        """Bytes that were posted to all peers and have not moved."""
+        return sum(peer.num_bytes_queued for peer in self._peers)
 
     def progress(self) -> bool:
         """Move one operation of every peer."""
