@@ -222,6 +222,7 @@ def _connector(section: Section) -> ConnectorConfig:
         lease_s=section.number("lease_s", base.lease_s, minimum=0.1),
         transfer_timeout_s=section.number("transfer_timeout_s", base.transfer_timeout_s, minimum=0.1),
         load_failure_policy=section.choice("load_failure_policy", base.load_failure_policy, ("recompute", "fail")),
+        checksums=section.flag("checksums", default=base.checksums),
     )
     section.finish()
     if mode == TransferMode.PULL and connector.overlap == Overlap.LAYERS:

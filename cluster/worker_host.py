@@ -17,7 +17,8 @@ from blockferry.cluster.worker_loop import WorkerLoop
 from blockferry.cluster.worker_settings import WorkerSettings
 from blockferry.connectors.base import RankIdentity
 from blockferry.connectors.handshake import decode_endpoint
-from blockferry.connectors.pd_worker import PdWorker
+from blockferry.connectors.pd_transfers import TransferLimits
+from blockferry.connectors.pd_worker import PdWorker, PdWorkerOptions
 from blockferry.connectors.transport import open_ucx
 from blockferry.engine.kv.instance_plan import InstancePlan
 from blockferry.engine.worker.worker import Worker, check_checkpoint
@@ -61,6 +62,7 @@ class WorkerHost:
                 model_fingerprint=worker.fingerprint(),
             ),
             self._loop.on_transfer_event,
+            PdWorkerOptions(limits=TransferLimits(are_checked=connector.checksums)),
             progress=worker.progress,
         )
         worker.init_cache(plan, self._ferry.allocate)

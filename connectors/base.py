@@ -7,6 +7,7 @@ Connectors know block ids and byte regions, never requests. Nothing here imports
 
     ConnectorError
     +-- TransportError       the fabric failed: names the peer and the operation
+    +-- CorruptedBytes       both ends of a transfer have different bytes
     +-- HandshakeRefused     two pools cannot exchange blocks: names the field and both values
 """
 
@@ -32,6 +33,10 @@ class ConnectorError(Exception):
 
 class TransportError(ConnectorError):
     """The fabric failed: names the peer and the operation."""
+
+
+class CorruptedBytes(ConnectorError):
+    """Both ends of a transfer have different bytes; the message says of what."""
 
 
 class HandshakeRefused(ConnectorError):
@@ -235,6 +240,12 @@ class Peer(Protocol):
     def flush(self) -> Flush:
         """Begin a flush of all posted operations."""
 
+    def checksum(self, remote_offsets: Int64Array, lengths: Int64Array) -> Checksum:
+        """Have the peer sum what its region holds in these runs, each of at most 64 MiB; flush() writes before.
+
+        The sum is that of native_checksum.sum_runs. Raises TransportError, ValueError.
+        """
+
     def close(self) -> None:
         """Drop the connection; never blocks longer than the transport's timeout. Idempotent.
 
@@ -250,6 +261,13 @@ class Flush(Protocol):
 
         Raises TransportError when the peer or the connection failed.
         """
+
+
+class Checksum(Protocol):
+    """A checksum in progress."""
+
+    def poll(self) -> int | None:
+        """The sum in [0, 2**64), once the peer has told it. Raises TransportError when the connection failed."""
 
 
 class Transport(Protocol):

@@ -6,7 +6,7 @@ Owns every Peer. Used by the transfer thread only; starts no thread and reports 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ from blockferry.connectors.base import (
     TransportError,
 )
 from blockferry.connectors.layout import Runs, intersect_runs, merge_runs, overlaps, split_runs
+from blockferry.connectors.transport.native_checksum import sum_runs
 
 
 class Link:
@@ -51,6 +52,10 @@ class Link:
                 raise TransportError(f"connecting to {self.name}: {error}") from error
         return self._peer
 
+    def own_checksum(self, offsets: Int64Array, lengths: Int64Array) -> int:
+        """The checksum of runs of this rank's pool, to be held against Peer.checksum()."""
+        return int(sum_runs(self._local.view.ctypes.data, offsets, lengths))
+
     def drop(self, peer: Peer) -> None:
         """Close a connection that peer() handed out; the next peer() makes a new one."""
         peer.close()
@@ -61,6 +66,9 @@ class Link:
         """Close the current connection."""
         if self._peer is not None:
             self.drop(self._peer)
+
+
+PartCut = Callable[[TransferPart, PoolLayout, PoolLayout], TransferPart]  # of a part, source, destination
 
 
 class LayoutPair(NamedTuple):
@@ -109,15 +117,22 @@ class Batches:
 
 
 def make_batches(
-    command: TransferCommand, pairs: Sequence[LayoutPair], *, batch_bytes: int, num_waves: int = 1
+    command: TransferCommand,
+    pairs: Sequence[LayoutPair],
+    *,
+    batch_bytes: int,
+    num_waves: int = 1,
+    cut: PartCut | None = None,
 ) -> Batches:
     """What `command` asks of this rank towards one peer, in num_waves waves of layers, first layers first.
 
+    `cut` says how much of a part is moved: in_whole_blocks (None), or exactly(), what checksums need, as the source
+    may yet write to the rest of its last block.
     Raises ValueError for blocks that do not fit the pools.
     """
     waves = []
     for layer_ids in _waves(pairs, num_waves):
-        runs = split_runs(_runs_of(command, pairs, layer_ids), batch_bytes)
+        runs = split_runs(_runs_of(command, pairs, layer_ids, cut or in_whole_blocks), batch_bytes)
         waves.append(_Wave(runs=runs, ends=_batch_ends(runs, batch_bytes), last_layer_id=layer_ids.stop - 1))
     src = np.concatenate([wave.runs.src_offsets for wave in waves])
     dst = np.concatenate([wave.runs.dst_offsets for wave in waves])
@@ -132,15 +147,15 @@ def make_batches(
     )
 
 
-def _runs_of(command: TransferCommand, pairs: Sequence[LayoutPair], layer_ids: range) -> Runs:
+def _runs_of(command: TransferCommand, pairs: Sequence[LayoutPair], layer_ids: range, cut: PartCut) -> Runs:
     """Everything of some layers that this rank exchanges with one peer."""
     found = []
     for part in command.parts:
         for own, peer in pairs:
             source, target = (own, peer) if command.mode is TransferMode.PUSH else (peer, own)
             if source.group == part.src_group and target.group == part.dst_group:
-                whole = _in_whole_blocks(part, source, target)
-                found.append(intersect_runs(source, target, whole, layer_ids=layer_ids))
+                moved = cut(part, source, target)
+                found.append(intersect_runs(source, target, moved, layer_ids=layer_ids))
     return merge_runs(found)
 
 
@@ -187,7 +202,12 @@ def _pairs(own: PoolEndpoint, link: Link) -> Iterator[LayoutPair]:
                 yield LayoutPair(own=mine, peer=layout)
 
 
-def _in_whole_blocks(part: TransferPart, src: PoolLayout, dst: PoolLayout) -> TransferPart:
+def exactly(part: TransferPart, _src: PoolLayout, _dst: PoolLayout) -> TransferPart:
+    """The part as it is."""
+    return part
+
+
+def in_whole_blocks(part: TransferPart, src: PoolLayout, dst: PoolLayout) -> TransferPart:
     """The part with its last block whole where both sides have it, which makes its page one run."""
     if not part.num_tokens:
         return part

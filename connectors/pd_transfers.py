@@ -24,6 +24,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from blockferry.connectors.base import (
+    Checksum,
+    ConnectorError,
+    CorruptedBytes,
     EventSink,
     Flush,
     Peer,
@@ -35,7 +38,7 @@ from blockferry.connectors.base import (
     TransportError,
 )
 from blockferry.connectors.compute_progress import ComputeProgress, StepMark
-from blockferry.connectors.pd_links import Batches, Link, choose_shares, make_batches
+from blockferry.connectors.pd_links import Batches, Link, choose_shares, exactly, in_whole_blocks, make_batches
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +50,7 @@ class TransferLimits:
     batch_bytes: int = 8 << 20
     num_batches_in_flight: int = 2
     max_bytes_in_flight: int = 128 << 20  # of a rank; a single batch may be larger
+    are_checked: bool = False  # whether both ends compare checksums of every batch that has landed
     num_layer_waves: int = 4  # of transfers that start while the source's layers compute
     quiesce_timeout_s: float = 2.0  # after a deadline: how long to wait for what was posted before the link is closed
 
@@ -73,12 +77,16 @@ class _Budget:
             del self._of_link[link]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True, kw_only=True)
 class _Posted:
     """A batch on its way."""
 
+    batch: int
     flush: Flush
     num_bytes: int
+    has_landed: bool = False
+    checksum: Checksum | None = None  # of the far end's bytes, once they have landed
+    far_sum: int | None = None
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -89,6 +97,7 @@ class _Part:
     peer: Peer
     batches: Batches
     budget: _Budget
+    are_checked: bool
     num_posted: int = 0  # batches
     flushes: collections.deque[_Posted] = dataclasses.field(default_factory=collections.deque)
 
@@ -97,20 +106,44 @@ class _Part:
         return self.num_posted == len(self.batches) and not self.flushes
 
     def reap(self) -> bool:
-        """Forget batches that have landed; True when there was one. Raises TransportError."""
+        """Forget batches that have landed; True when there was one. Raises TransportError, CorruptedBytes."""
         has_moved = False
-        while self.flushes and self.flushes[0].flush.poll():
-            self.budget.add(self.link, -self.flushes.popleft().num_bytes)
+        while self.flushes and self._has_landed(self.flushes[0]):
+            posted = self.flushes.popleft()
+            self.budget.add(self.link, -posted.num_bytes)
             has_moved = True
+            if self.are_checked:
+                self._compare(posted)
         return has_moved
 
     def post(self, mode: TransferMode) -> int:
         """Post the next batch; returns its bytes. Raises TransportError."""
         num_bytes = self.batches.post(self.peer, mode, self.num_posted)
+        self.flushes.append(_Posted(batch=self.num_posted, flush=self.peer.flush(), num_bytes=num_bytes))
         self.num_posted += 1
-        self.flushes.append(_Posted(flush=self.peer.flush(), num_bytes=num_bytes))
         self.budget.add(self.link, num_bytes)
         return num_bytes
+
+    def _has_landed(self, posted: _Posted) -> bool:
+        """Whether all of a batch is there, and where it is checked also its far end's checksum here."""
+        posted.has_landed = posted.has_landed or posted.flush.poll()
+        if not posted.has_landed or not self.are_checked:
+            return posted.has_landed
+        if posted.checksum is None:
+            runs = self.batches.runs_of(posted.batch)
+            posted.checksum = self.peer.checksum(self.batches.remote_offsets[runs], self.batches.lengths[runs])
+        posted.far_sum = posted.checksum.poll()
+        return posted.far_sum is not None
+
+    def _compare(self, posted: _Posted) -> None:
+        runs = self.batches.runs_of(posted.batch)
+        offsets, lengths = self.batches.local_offsets[runs], self.batches.lengths[runs]
+        if self.link.own_checksum(offsets, lengths) != posted.far_sum:
+            raise CorruptedBytes(
+                f"corrupted: batch {posted.batch + 1} of {len(self.batches)} has another checksum there than here; "
+                f"{posted.num_bytes} bytes in {len(lengths)} runs between offsets {int(offsets.min())} and "
+                f"{int((offsets + lengths).max())} of this rank's pool"
+            )
 
     def forget(self) -> None:
         """Wait for nothing any more."""
@@ -168,6 +201,7 @@ class Transfers:
         self._on_event = on_event
         self._limits = limits
         self._progress = progress
+        self.num_corrupted = 0  # batches whose checksums differed
         self._budget = _Budget(limits.max_bytes_in_flight)
         self._active: dict[int, _Transfer] = {}  # in the order in which they may post
 
@@ -238,10 +272,12 @@ class Transfers:
                 link=share.link,
                 peer=share.link.peer(),
                 budget=self._budget,
+                are_checked=self._limits.are_checked,
                 batches=make_batches(
                     command,
                     share.pairs,
                     batch_bytes=self._limits.batch_bytes,
+                    cut=exactly if self._limits.are_checked else in_whole_blocks,
                     num_waves=1 if command.after_step is None else self._limits.num_layer_waves,
                 ),
             )
@@ -250,12 +286,17 @@ class Transfers:
 
     def _attempt(self, step: Callable[[_Transfer, _Part], bool], transfer: _Transfer, part: _Part) -> bool:
         """Do a step of a part; True when it moved or failed."""
+        failure: ConnectorError
         try:
             return step(transfer, part)
+        except CorruptedBytes as error:  # the connection works: let what was posted land
+            self.num_corrupted += 1
+            failure = error
         except TransportError as error:
             transfer.drop(part)
-            self._end(transfer, TransferState.FAILED, f"{transfer.command.mode} with {part.link.name}: {error}")
-            return True
+            failure = error
+        self._end(transfer, TransferState.FAILED, f"{transfer.command.mode} with {part.link.name}: {failure}")
+        return True
 
     def _reap(self, _transfer: _Transfer, part: _Part) -> bool:
         return part.reap()

@@ -75,6 +75,7 @@ class PdWorker:
         self._own: PoolEndpoint | None = None
         self._links: dict[str, list[Link]] = {}  # by instance
         self._messages: queue.SimpleQueue[Callable[[Transfers], None]] = queue.SimpleQueue()
+        self._transfers: Transfers | None = None  # the transfer thread's
         self._is_closing = False
         self._thread: threading.Thread | None = None
 
@@ -119,6 +120,7 @@ class PdWorker:
             limits=self._options.limits,
             progress=self._progress,
         )
+        self._transfers = transfers
         name = f"transfer-{self._identity.instance_id}-{self._identity.rank}"
         self._thread = threading.Thread(target=self._run, args=(transfers,), name=name, daemon=True)
         self._thread.start()
@@ -185,6 +187,11 @@ class PdWorker:
         self._thread.join(self._options.close_timeout_s)
         if self._thread.is_alive():
             logger.warning("the transfer thread of %s does not end; it is left behind", self._name)
+
+    @property
+    def num_corrupted(self) -> int:
+        """Batches whose checksums differed at the two ends."""
+        return 0 if self._transfers is None else self._transfers.num_corrupted
 
     @property
     def cpu_s(self) -> float:

@@ -109,6 +109,7 @@ class ConnectorConfig:
     lease_s: float = 60.0  # a source's blocks are held at most this long after its prefill
     transfer_timeout_s: float = 30.0
     load_failure_policy: str = "recompute"  # or "fail"
+    checksums: bool = False  # compare both ends of every batch that was ferried; costs a read of it on either side
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ import threading
 import numpy as np
 
 from blockferry.connectors.base import ByteArray, Int64Array, Region, TransportError
+from blockferry.connectors.transport.native_checksum import sum_runs
 
 _STALL_POLL_S = 0.005
 
@@ -121,6 +122,19 @@ class LoopbackFlush:
         return self._peer.has_landed(self._num_posted)
 
 
+class LoopbackChecksum:
+    """Sums when it is asked, unless the peer is stalled."""
+
+    def __init__(self, peer: LoopbackPeer, offsets: Int64Array, lengths: Int64Array) -> None:
+        self._peer = peer
+        self._offsets = offsets
+        self._lengths = lengths
+
+    def poll(self) -> int | None:
+        """The sum. Raises TransportError."""
+        return self._peer.sum_now(self._offsets, self._lengths)
+
+
 class LoopbackPeer:
     """Another region of this process."""
 
@@ -170,6 +184,19 @@ class LoopbackPeer:
         self._check_open("flush")
         return self._num_landed >= num_posted
 
+    def checksum(self, remote_offsets: Int64Array, lengths: Int64Array) -> LoopbackChecksum:
+        """Begin a checksum. Raises TransportError, ValueError."""
+        self._check_open("checksum")
+        _check_bounds("remote", self._remote, remote_offsets, lengths)
+        return LoopbackChecksum(self, *(np.ascontiguousarray(one, np.int64) for one in (remote_offsets, lengths)))
+
+    def sum_now(self, offsets: Int64Array, lengths: Int64Array) -> int | None:
+        """The sum of runs of the remote region; None while the peer is stalled. Raises TransportError."""
+        self._check_open("checksum")
+        if self._fabric.is_stalled(self._address):
+            return None
+        return int(sum_runs(self._remote.ctypes.data, offsets, lengths))
+
     def close(self) -> None:
         """Drop what has not moved yet. Idempotent."""
         self._is_closed = True
@@ -196,10 +223,7 @@ class LoopbackPeer:
     def _post(self, copy: _Copy) -> None:
         self._check_open("post")
         for side, view, offsets in (("source", copy.src, copy.src_offsets), ("target", copy.dst, copy.dst_offsets)):
-            if len(offsets) != len(copy.lengths):
-                raise ValueError(f"{len(offsets)} {side} offsets for {len(copy.lengths)} lengths; pass one each")
-            if len(offsets) and (int(offsets.min()) < 0 or int((offsets + copy.lengths).max()) > view.nbytes):
-                raise ValueError(f"{side} runs lie outside the region's {view.nbytes} bytes")
+            _check_bounds(side, view, offsets, copy.lengths)
         self._queue.append(copy)
         self._num_posted += 1
 
@@ -207,6 +231,13 @@ class LoopbackPeer:
         if self._is_closed:
             raise TransportError(f"{operation}: the connection is closed")
         self._fabric.check_alive(self._address, operation)
+
+
+def _check_bounds(side: str, view: ByteArray, offsets: Int64Array, lengths: Int64Array) -> None:
+    if len(offsets) != len(lengths):
+        raise ValueError(f"{len(offsets)} {side} offsets for {len(lengths)} lengths; pass one each")
+    if len(offsets) and (int(offsets.min()) < 0 or int((offsets + lengths).max()) > view.nbytes):
+        raise ValueError(f"{side} runs lie outside the region's {view.nbytes} bytes")
 
 
 class LoopbackTransport:

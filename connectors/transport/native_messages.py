@@ -18,16 +18,18 @@ AM_ID = 1
 WORD = 8  # bytes
 HEADER_BYTES = 8 * WORD
 RUN_BYTES = 2 * WORD
-MESSAGE_BYTES = (128 << 10) - 256  # with UCX's headers one segment of TCP, which is handled where it was received
+MESSAGE_BYTES = (256 << 10) - 256  # with UCX's headers one segment of TCP, which is handled where it was received
 PAYLOAD_BYTES = MESSAGE_BYTES - HEADER_BYTES
 MAX_RUNS = 512
 PIECES_BYTES = (MAX_RUNS + 1) * 2 * WORD
 SLOT_BYTES = PIECES_BYTES + MESSAGE_BYTES
-NUM_SLOTS = 16  # of each kind and connection: 2 MiB under way
+NUM_SLOTS = 16  # of each kind and connection: 4 MiB under way
+MAX_SUMMED_BYTES = 64 << 20  # that one message may have summed
 
 # Words of a message's header. ROW: the connection's row at the receiver; of a DELIVER, its record there.
+# SLOT: of a GATHER; of a SUM, the number of its first run.
 VERSION, VERB, ROW, CONNECTION, REGION, SLOT, RECORD, NUM_RUNS = range(8)
-HELLO, BYE, SCATTER, GATHER, DELIVER = range(1, 6)
+HELLO, BYE, SCATTER, GATHER, DELIVER, SUM, SUMMED = range(1, 8)
 
 # Words of a caller: how to call libucp.
 SEND, CHECK, FREE, PROGRESS, WORKER, WHOLE_PARAM, PIECES_PARAM, REPLY_PARAM = range(8)
@@ -81,7 +83,7 @@ def transmit(caller: int, endpoint: int, slot: int, head_bytes: int, num_pieces:
     for i in range(num_pieces):
         copy(target, word(slot, 2 * i + 2), word(slot, 2 * i + 3))
         target += word(slot, 2 * i + 3)
-    param = word(caller, REPLY_PARAM if word(message, VERB) == GATHER else WHOLE_PARAM)
+    param = word(caller, REPLY_PARAM if word(message, VERB) in (GATHER, SUM) else WHOLE_PARAM)
     return call(word(caller, SEND), (endpoint, AM_ID, 0, 0, message, target - message, param))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from blockferry.connectors.base import Int64Array
-from blockferry.connectors.transport.native_calls import call, compiled, copy, fence
+from blockferry.connectors.transport.native_calls import call, compiled, fence, stream
 from blockferry.connectors.transport.native_messages import (
     CONNECTION,
     ERR_LAST,
@@ -30,6 +30,7 @@ from blockferry.connectors.transport.native_messages import (
     SCATTER,
     SLOT,
     SLOT_BYTES,
+    SUM,
     VERB,
     VERSION,
     WORKER,
@@ -47,10 +48,12 @@ NUM_SENT, NUM_PACKED = 8, 9  # messages: sent; that the peer counts
 WRITE_RUN, WRITE_WITHIN = 10, 11  # cursor in the writes: run, bytes of it that are sent
 READ_RUN, READ_WITHIN, READ_LOCAL, READ_LENGTHS = range(12, 16)  # cursor in the reads; addresses of their arrays
 NUM_ASKED, NUM_LANDED = 16, 17  # reads
-REQUESTS = 18  # one of each slot
+SUM_STATE, SUM_FIRST, SUM_VALUE = 18, 19, 20  # of the sum that the peer was asked for
+REQUESTS = 21  # one of each slot
 READS = REQUESTS + NUM_SLOTS  # four words of each read under way
 LINK_WORDS = READS + 4 * NUM_SLOTS
 
+NO_SUM, ASKED_SUM, HAS_SUM = range(3)
 _MAX_ROUNDS = 256  # of progress within one call, while there is any
 
 _RUN, _WITHIN, _BYTES, _HAS_LANDED = range(4)  # words of a read: where its runs start, how many bytes, come or not
@@ -211,7 +214,7 @@ def land(link: int, number: int, payload: int, num_bytes: int) -> bool:
     base, local, lengths = word(link, LOCAL_BASE), word(link, READ_LOCAL), word(link, READ_LENGTHS)
     while left > 0:
         length = min(word(lengths, i) - within, left)
-        copy(base + word(local, i) + within, payload, length)
+        stream(base + word(local, i) + within, payload, length)
         payload += length
         left -= length
         i, within = i + 1, 0
@@ -223,6 +226,33 @@ def land(link: int, number: int, payload: int, num_bytes: int) -> bool:
     return True
 
 
+@compiled
+def ask_sum(link: int, offsets: Int64Array, lengths: Int64Array, first: int, stop: int) -> int:
+    """Ask the peer to sum runs first to stop, at most MAX_RUNS; 0, 1 where a slot is missing, or an error."""
+    status = free_slot(link) if first < stop else 0
+    if status != 0 or first == stop:
+        return status
+    slot = word(link, STAGING) + word(link, NUM_SENT) % NUM_SLOTS * SLOT_BYTES
+    for i in range(first, stop):
+        set_run(slot, i - first, offsets[i], lengths[i])
+    put(slot + PIECES_BYTES, SLOT, first)
+    put(slot + PIECES_BYTES, NUM_RUNS, stop - first)
+    put(link, SUM_FIRST, first)
+    put(link, SUM_STATE, ASKED_SUM)
+    put(link, NUM_PACKED, word(link, NUM_PACKED) + 1)
+    return send(link, SUM, HEADER_BYTES + (stop - first) * RUN_BYTES, 0)
+
+
+@compiled
+def take_sum(link: int, first: int, value: int) -> bool:
+    """Note the peer's sum; False where it was not asked for."""
+    if word(link, SUM_STATE) != ASKED_SUM or word(link, SUM_FIRST) != first:
+        return False
+    put(link, SUM_VALUE, value)
+    put(link, SUM_STATE, HAS_SUM)
+    return True
+
+
 def warm_up() -> None:
     """Compile what Python calls here, or take it from the cache. Takes some seconds on a machine that never did."""
     words, nothing = np.zeros(LINK_WORDS, np.int64), np.empty(0, np.int64)
@@ -231,3 +261,4 @@ def warm_up() -> None:
     pump_reads(link, nothing, nothing)
     words[CALLER] = link
     free_slot(link)
+    ask_sum(link, nothing, nothing, 0, 0)

@@ -6,10 +6,10 @@ any memory of a pool is touched; a bad message is counted with its reason and dr
 
     rows      one per connection, which its peer reads one-sidedly instead of being answered: whom it belongs to,
               how many messages were done and refused
-    slots     NUM_SLOTS per row: where the answers to GATHERs lie until UCX has taken them. A peer uses a slot again
-              once it has the answer, so nobody here has to wait for one
-    records   links of our own reads, which the DELIVERs of peers belong to: what lands where is read there, not
-              in the message
+    slots     SLOTS_PER_ROW: where the answers to GATHERs, and in the last one to a SUM, lie until UCX has taken them.
+              A peer uses a slot again once it has the answer, so nobody here has to wait for one
+    records   links of our own reads, which the answers of peers belong to: what lands where is read there, not in
+              the message
 
 A connection is a random number its peer chose. HELLO takes a row for it, BYE gives it back; a row that nobody used
 for STALE_S may be taken by another.
@@ -21,8 +21,10 @@ import functools
 from typing import Any
 
 import numba
+import numpy as np
 
-from blockferry.connectors.transport.native_calls import call, compiled, copy, fence, load, stamped
+from blockferry.connectors.transport.native_calls import call, compiled, fence, load, stamped, stream
+from blockferry.connectors.transport.native_checksum import xxh64
 from blockferry.connectors.transport.native_messages import (
     BYE,
     CONNECTION,
@@ -34,6 +36,7 @@ from blockferry.connectors.transport.native_messages import (
     HELLO,
     MAGIC,
     MAX_RUNS,
+    MAX_SUMMED_BYTES,
     NUM_RUNS,
     NUM_SLOTS,
     PAYLOAD_BYTES,
@@ -45,6 +48,8 @@ from blockferry.connectors.transport.native_messages import (
     SCATTER,
     SLOT,
     SLOT_BYTES,
+    SUM,
+    SUMMED,
     VERB,
     VERSION,
     WORD,
@@ -53,12 +58,13 @@ from blockferry.connectors.transport.native_messages import (
     transmit,
     word,
 )
-from blockferry.connectors.transport.native_packing import OWN_CONNECTION, land
+from blockferry.connectors.transport.native_packing import OWN_CONNECTION, land, take_sum
 
 # Words of a row.
 ROW_CONNECTION, ROW_DONE, ROW_REFUSED, ROW_USED_S = range(4)
 ROW_BYTES = 16 * WORD
 STALE_S = 60
+SLOTS_PER_ROW = NUM_SLOTS + 1
 
 # Words of the state: machine addresses, sizes, counters; then (base, size) of each region and the links of reads.
 CALLER, ROWS, NUM_ROWS, SLOTS, NOW_S, NUM_REFUSED, LAST_REASON, NUM_REGIONS = range(8)
@@ -101,6 +107,8 @@ def serve(state: int, message: int, length: int, reply_endpoint: int) -> int:
         return _welcome(state, connection)
     if verb == DELIVER:
         return _deliver(state, message, length)
+    if verb == SUMMED:
+        return _take_sum(state, message, length)
     row = _row_of(state, word(message, ROW), connection)
     return _serve_row(state, row, message, length, reply_endpoint) if row else _ROW
 
@@ -116,6 +124,8 @@ def _serve_row(state: int, row: int, message: int, length: int, reply_endpoint: 
         reason = _scatter(state, message, length)
     elif verb == GATHER:
         reason = _answer(state, message, length, reply_endpoint)
+    elif verb == SUM:
+        reason = _sum(state, message, length, reply_endpoint)
     put(row, ROW_USED_S, word(state, NOW_S))
     counter = ROW_REFUSED if reason else ROW_DONE
     put(row, counter, word(row, counter) + 1)
@@ -190,7 +200,7 @@ def _scatter(state: int, message: int, length: int) -> int:
         return _SIZES
     for i in range(num_runs):
         num_bytes = word(message + HEADER_BYTES, 2 * i + 1)
-        copy(base + word(message + HEADER_BYTES, 2 * i), payload, num_bytes)
+        stream(base + word(message + HEADER_BYTES, 2 * i), payload, num_bytes)
         payload += num_bytes
     fence()
     return 0
@@ -212,22 +222,51 @@ def _answer(state: int, message: int, length: int, reply_endpoint: int) -> int:
         return _SIZES
     if total > PAYLOAD_BYTES:
         return _TOO_MUCH
-    slot = word(state, SLOTS) + (word(message, ROW) * NUM_SLOTS + number) * SLOT_BYTES
+    slot = _begin_answer(state, message, number, DELIVER)
     for i in range(num_runs):
         run = message + HEADER_BYTES + i * RUN_BYTES
         set_piece(slot, i, word(region, 0) + word(run, 0), word(run, 1))
-    for i in range(HEADER_BYTES // WORD):
-        put(slot + PIECES_BYTES, i, word(message, i))
-    put(slot + PIECES_BYTES, VERB, DELIVER)
-    return _send_answer(state, slot, reply_endpoint, num_runs)
+    return _send_answer(word(state, CALLER), reply_endpoint, slot, HEADER_BYTES, num_runs)
 
 
 @compiled
-def _send_answer(state: int, slot: int, reply_endpoint: int, num_pieces: int) -> int:
+def _sum(state: int, message: int, length: int, reply_endpoint: int) -> int:
+    """Send the checksum of a message's runs back, see native_checksum."""
+    region, first = _region_of(state, word(message, REGION)), word(message, SLOT)
+    if region == 0:
+        return _OUTSIDE
+    total = _total_bytes(message, length, word(region, 1))
+    if total < 0:
+        return -total
+    num_runs = word(message, NUM_RUNS)
+    if length != HEADER_BYTES + num_runs * RUN_BYTES:
+        return _SIZES
+    if total > MAX_SUMMED_BYTES:
+        return _TOO_MUCH
+    value = np.uint64(0)
+    for i in range(num_runs):
+        run = message + HEADER_BYTES + i * RUN_BYTES
+        value += xxh64(word(region, 0) + word(run, 0), word(run, 1), np.uint64(first + i))
+    slot = _begin_answer(state, message, NUM_SLOTS, SUMMED)
+    put(slot + PIECES_BYTES + HEADER_BYTES, 0, int(np.int64(value)))
+    return _send_answer(word(state, CALLER), reply_endpoint, slot, HEADER_BYTES + WORD, 0)
+
+
+@compiled
+def _begin_answer(state: int, message: int, number: int, verb: int) -> int:
+    """Write the head of an answer into a slot of the asker's row; the slot."""
+    slot = word(state, SLOTS) + (word(message, ROW) * SLOTS_PER_ROW + number) * SLOT_BYTES
+    for i in range(HEADER_BYTES // WORD):
+        put(slot + PIECES_BYTES, i, word(message, i))
+    put(slot + PIECES_BYTES, VERB, verb)
+    return slot
+
+
+@compiled
+def _send_answer(caller: int, reply_endpoint: int, slot: int, head_bytes: int, num_pieces: int) -> int:
     if reply_endpoint == 0:
         return _NO_ANSWER
-    caller = word(state, CALLER)
-    request = transmit(caller, reply_endpoint, slot, HEADER_BYTES, num_pieces)
+    request = transmit(caller, reply_endpoint, slot, head_bytes, num_pieces)
     if ERR_LAST <= request < 0:
         return _NO_ANSWER
     if request != 0:
@@ -241,11 +280,29 @@ def _deliver(state: int, message: int, length: int) -> int:
     record = word(message, RECORD)
     if record < 0 or record >= NUM_RECORDS:
         return _ROW
-    link = word(state, RECORDS + record)
-    if link == 0 or word(link, OWN_CONNECTION) != word(message, CONNECTION):
-        return 0
-    is_asked_for = land(link, word(message, SLOT), message + HEADER_BYTES, length - HEADER_BYTES)
+    link = _link_of(state, record, word(message, CONNECTION))
+    is_asked_for = link == 0 or land(link, word(message, SLOT), message + HEADER_BYTES, length - HEADER_BYTES)
     return 0 if is_asked_for else _SLOT
+
+
+@compiled
+def _take_sum(state: int, message: int, length: int) -> int:
+    """Note the answer to one of our questions for a checksum, as _deliver() does with bytes."""
+    record = word(message, RECORD)
+    if record < 0 or record >= NUM_RECORDS:
+        return _ROW
+    if length != HEADER_BYTES + WORD:
+        return _SIZES
+    link = _link_of(state, record, word(message, CONNECTION))
+    is_asked_for = link == 0 or take_sum(link, word(message, SLOT), word(message + HEADER_BYTES, 0))
+    return 0 if is_asked_for else _SLOT
+
+
+@compiled
+def _link_of(state: int, record: int, connection: int) -> int:
+    """The link of a record if it is still the connection's, else 0."""
+    link = word(state, RECORDS + record)
+    return link if link != 0 and word(link, OWN_CONNECTION) == connection else 0
 
 
 def _handle(state: int, _header: int, _header_bytes: int, data: int, length: int, param: int) -> int:

@@ -49,8 +49,8 @@ _DEFAULTS: Mapping[str, str] = MappingProxyType(
         "KEEPALIVE_INTERVAL": "1s",
         "TCP_SNDBUF": "4M",
         "TCP_RCVBUF": "4M",
-        "TCP_TX_SEG_SIZE": "128K",
-        "TCP_RX_SEG_SIZE": "128K",
+        "TCP_TX_SEG_SIZE": "256K",
+        "TCP_RX_SEG_SIZE": "256K",
         "TCP_MAX_IOV": "16",
     }
 )

@@ -18,9 +18,7 @@ from collections.abc import Callable
 from blockferry.connectors.base import Int64Array
 from blockferry.connectors.transport import native_packing as native
 from blockferry.connectors.transport import ucx_api as api
-from blockferry.connectors.transport.ucx_row import Phase, UcxRow
-
-_ANSWER_S = 0.5  # reads that take longer make us look whether the peer refused them
+from blockferry.connectors.transport.ucx_row import ANSWER_S, Phase, UcxRow
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +50,6 @@ class UcxPacking:
         self._is_reading = False  # whether _reads[0] is the one the link knows
         self._num_written = self._num_read = 0  # items sent, items landed
         self._num_messages = 0  # up to the last one with writes
-        self._num_done = 0  # messages the peer is known to have done
         self._marks: collections.deque[Mark] = collections.deque()
 
     @property
@@ -88,11 +85,11 @@ class UcxPacking:
         if self._row.phase is not Phase.READY:
             return False
         words = self._row.words
-        before = (words[native.NUM_SENT], words[native.NUM_LANDED], self._num_done)
+        before = (words[native.NUM_SENT], words[native.NUM_LANDED])
         self._send_writes()
         self._move_reads()
         self._look()
-        has_moved = before != (words[native.NUM_SENT], words[native.NUM_LANDED], self._num_done)
+        has_moved = before != (words[native.NUM_SENT], words[native.NUM_LANDED])
         if has_moved:
             self._row.touch()
         return has_moved
@@ -143,17 +140,15 @@ class UcxPacking:
             self._num_read += 1
 
     def _look(self) -> None:
-        """Learn what the peer has done where a mark waits for it, or reads wait long."""
-        if self._row.has_looked():
-            self._num_done = self._row.num_done
+        """Have the row looked at where a mark waits for what the peer has done, or reads wait long."""
         while self._marks and self.has_landed(self._marks[0]):
             self._marks.popleft()
-        is_late = bool(self._reads) and self._row.idle_s > _ANSWER_S
+        is_late = bool(self._reads) and self._row.idle_s > ANSWER_S
         if is_late or any(mark.num_messages is not None and not self._is_done(mark) for mark in self._marks):
             self._row.begin_look()
 
     def _is_done(self, mark: Mark) -> bool:
-        return mark.num_messages is not None and mark.num_messages <= self._num_done
+        return mark.num_messages is not None and mark.num_messages <= self._row.num_done
 
     def _stamp_marks(self) -> None:
         """Say of marks whose writes are all sent what the peer must have done."""

@@ -19,10 +19,12 @@ from numpy.typing import NDArray
 from blockferry.connectors.base import ByteArray, Int64Array, Region, TransportError
 from blockferry.connectors.transport import native_loops as loops
 from blockferry.connectors.transport import ucx_api as api
+from blockferry.connectors.transport.native_messages import MAX_SUMMED_BYTES
 from blockferry.connectors.transport.ucx_greeting import Greeter
 from blockferry.connectors.transport.ucx_packing import Mark, Runs, UcxPacking
 from blockferry.connectors.transport.ucx_row import Phase, UcxRow
 from blockferry.connectors.transport.ucx_service import PoolKey, UcxService
+from blockferry.connectors.transport.ucx_sums import UcxSum, UcxSums
 
 
 class UcxRegion:
@@ -98,6 +100,22 @@ class UcxFlush:
         return self._has_begun
 
 
+class UcxChecksum:
+    """A checksum in progress."""
+
+    def __init__(self, peer: UcxPeer, runs: Runs) -> None:
+        self._peer = peer
+        self._runs = runs
+        self._sum: UcxSum | None = None
+
+    def poll(self) -> int | None:
+        """The sum, once the peer has told it. Raises TransportError."""
+        self._peer.check_alive("checksum")
+        if self._sum is None:
+            self._sum = self._peer.begin_sum(self._runs)
+        return None if self._sum is None else self._sum.value
+
+
 class UcxPeer:
     """A remote region behind an endpoint."""
 
@@ -114,6 +132,7 @@ class UcxPeer:
         self._pack_below_bytes = access.pack_below_bytes
         self._row = UcxRow(access.ucp, access.service, endpoint=endpoint, local_base=self._local_base, key=key)
         self._packing = UcxPacking(access.ucp, self._row)
+        self._sums = UcxSums(access.ucp, self._row)
         self._rkey = c_void_p()
         self.check(
             self._ucp.ucp_ep_rkey_unpack(endpoint, key.memory_key, byref(self._rkey)), "unpacking the memory key"
@@ -164,6 +183,17 @@ class UcxPeer:
         flush.begin()
         return flush
 
+    def checksum(self, remote_offsets: Int64Array, lengths: Int64Array) -> UcxChecksum:
+        """Have the peer sum what lies in its runs. Raises TransportError, ValueError."""
+        runs = self._checked(np.zeros_like(lengths), remote_offsets, lengths)
+        if len(lengths) and int(lengths.max()) > MAX_SUMMED_BYTES:
+            raise ValueError(f"a run of {int(lengths.max())} bytes; a checksum takes at most {MAX_SUMMED_BYTES} in one")
+        return UcxChecksum(self, runs)
+
+    def begin_sum(self, runs: Runs) -> UcxSum | None:
+        """Ask for a sum if the connection is up. Raises TransportError."""
+        return self._sums.begin(runs) if self.is_up() else None
+
     def is_up(self) -> bool:
         """Whether the peer has proved to be itself; then all that waited for it is posted. Raises TransportError."""
         if not self._greeting.is_answered():
@@ -178,10 +208,10 @@ class UcxPeer:
         if self._is_closed or self._failure or self._row.phase is Phase.CLOSED:
             return False
         try:
-            has_moved = self._row.settle()
+            has_moved = self._row.advance()
             if self.is_refused:
                 self._packing.give_up(self._post_writes, self._post_reads)
-            return self._packing.advance() or has_moved
+            return self._packing.advance() | self._sums.advance() | has_moved
         except TransportError as error:
             self.fail(str(error))
             return True
@@ -286,9 +316,9 @@ class UcxPeer:
             if not is_small.all():
                 post(_select(runs, ~is_small))
         elif move.is_write:
-            loops.copy_runs(self._mapped_base, self._local_base, runs.remote, runs.local, runs.lengths)
+            loops.stream_runs(self._mapped_base, self._local_base, runs.remote, runs.local, runs.lengths)
         else:
-            loops.copy_runs(self._local_base, self._mapped_base, runs.local, runs.remote, runs.lengths)
+            loops.stream_runs(self._local_base, self._mapped_base, runs.local, runs.remote, runs.lengths)
 
     def _post_writes(self, runs: Runs) -> None:
         self._post_each("ucp_put_nbx", runs)

@@ -25,6 +25,7 @@ from blockferry.connectors.transport import ucx_api as api
 from blockferry.connectors.transport.ucx_service import PoolKey, UcxService
 
 _MAX_GREETINGS = 8  # looks for our row before we do without
+ANSWER_S = 0.5  # who waits longer for an answer looks whether the peer refused the question
 _REFRESH_S = service.STALE_S / 2
 
 
@@ -56,6 +57,7 @@ class UcxRow:
         self._is_looking = False
         self._num_greetings = 0
         self._used_s = 0.0
+        self.num_done = 0  # messages the peer had done at the last look
         self.words[native.CALLER] = own.caller
         self.words[native.ENDPOINT] = endpoint.value or 0
         self.words[native.LOCAL_BASE] = local_base
@@ -92,10 +94,25 @@ class UcxRow:
         """Seconds since it was used."""
         return time.monotonic() - self._used_s
 
-    def settle(self) -> bool:
-        """Carry a greeting on; True when it moved. Raises TransportError."""
-        if self.phase is not Phase.GREETING or not self._has_looked():
+    def advance(self) -> bool:
+        """Carry a greeting or a look on; True when it moved.
+
+        Raises TransportError when the peer refused a message or gave our row away.
+        """
+        if not self._has_looked():
             return False
+        if self.phase is Phase.GREETING:
+            self._settle()
+            return True
+        if self._own[service.ROW_CONNECTION] != self.words[native.OWN_CONNECTION]:
+            raise TransportError("the peer gave our row to another connection")
+        if self._own[service.ROW_REFUSED]:
+            raise TransportError("the peer refused a message of this connection; its log says why")
+        before, self.num_done = self.num_done, int(self._own[service.ROW_DONE])
+        return self.num_done > before
+
+    def _settle(self) -> None:
+        """Find the row that the peer gave us, or look again."""
         found = np.flatnonzero(self._rows[:, service.ROW_CONNECTION] == self.words[native.OWN_CONNECTION])
         if len(found):
             self._enter(int(found[0]))
@@ -104,7 +121,6 @@ class UcxRow:
             self._begin_look(0, self._key.num_rows)
         else:
             self.phase = Phase.REFUSED
-        return True
 
     def say_goodbye(self) -> None:
         """Take no answers any more; give the row back if the peer can still hear it."""
@@ -124,30 +140,10 @@ class UcxRow:
 
     # --- looking
 
-    @property
-    def num_done(self) -> int:
-        """Messages the peer had done at the last look."""
-        return int(self._own[service.ROW_DONE])
-
     def begin_look(self) -> None:
         """Read the row, behind every message sent so far. Raises TransportError."""
         if not self._is_looking:
             self._begin_look(int(self.words[native.OWN_ROW]), 1)
-
-    @property
-    def is_looking(self) -> bool:
-        """Whether a look is under way."""
-        return self._is_looking
-
-    def has_looked(self) -> bool:
-        """True once when a look has ended. Raises TransportError when the peer refused a message or lost our row."""
-        if not self._has_looked():
-            return False
-        if self._own[service.ROW_CONNECTION] != self.words[native.OWN_CONNECTION]:
-            raise TransportError("the peer gave our row to another connection")
-        if self._own[service.ROW_REFUSED]:
-            raise TransportError("the peer refused a message of this connection; its log says why")
-        return True
 
     @property
     def _own(self) -> Int64Array:

@@ -77,7 +77,7 @@ class UcxService:
         self._caller[messages.WORKER] = worker.value or 0
         for place, request_param in self._params.items():
             self._caller[place] = ctypes.addressof(request_param)
-        self._slots = np.empty(NUM_ROWS * messages.NUM_SLOTS * messages.SLOT_BYTES, np.uint8)  # no page until used
+        self._slots = np.empty(NUM_ROWS * native.SLOTS_PER_ROW * messages.SLOT_BYTES, np.uint8)  # no page until used
         self._state = np.zeros(native.STATE_WORDS, np.int64)
         self._state[native.CALLER] = self.caller
         self._state[native.ROWS] = rows.ctypes.data

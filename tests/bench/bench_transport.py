@@ -4,7 +4,9 @@
 
 Prints GiB/s, medians of runs that alternate: the transport packing small runs, the same without packing, and the
 ceiling (shm: a compiled memcpy of the same runs; tcp: plain sockets, one sending the pieces one by one and one
-sending contiguous bytes without ever sleeping). --set passes UCX options by their names without UCX_.
+sending contiguous bytes without ever sleeping), and checksums of both ends, which `checksums: true` adds.
+CPU seconds are those of both processes, ceilings' of all plain sockets together. --set passes UCX options by their
+names without UCX_.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import time
 
 import numpy as np
 
+from blockferry.connectors.transport.native_checksum import sum_runs
 from blockferry.connectors.transport.native_loops import copy_runs
 from blockferry.connectors.transport.ucx import UcxOptions, UcxTransport
 
@@ -127,6 +130,22 @@ class Bench:
             if len(flushes) > limit and not transport.progress():
                 transport.wait(0.05)
 
+    def compare(self, verb, runs):
+        """Seconds of checking a transfer's checksums, batch by batch: the far end's, then ours."""
+        transport, region, peer = self.ends["packed"]
+        local, remote, lengths = runs
+        per_batch = max(1, self.args.batch // int(lengths[0]))
+        started_s = time.perf_counter()
+        for start in range(0, len(lengths), per_batch):
+            batch = slice(start, start + per_batch)
+            checksum = peer.checksum(remote[batch], lengths[batch])
+            while checksum.poll() is None:
+                if not transport.progress():
+                    transport.wait(0.05)
+            own = int(sum_runs(region.view.ctypes.data, local[batch], lengths[batch]))
+            assert own == checksum.poll(), f"{verb}: the checksums differ"
+        return time.perf_counter() - started_s
+
     def check(self, name, verb, runs):
         """Whether a transfer moved the right bytes."""
         self.pipe.send(("fill", 5))
@@ -191,10 +210,11 @@ class Bench:
             for name in self.ends:
                 elapsed_s = self.timed(cpu, name, lambda name=name: self.move(name, verb, runs))
                 seconds.setdefault(name, []).append(elapsed_s)
+            seconds.setdefault("checksums", []).append(self.timed(cpu, "checksums", lambda: self.compare(verb, runs)))
             for name, elapsed_s in self.timed(cpu, "ceilings", lambda: self.ceilings(piece, runs)).items():
                 seconds.setdefault(name, []).append(elapsed_s)
         speeds = {name: self.args.bytes / GIB / statistics.median(values) for name, values in seconds.items()}
-        ceiling = max(speed for name, speed in speeds.items() if name not in self.ends)
+        ceiling = max(speed for name, speed in speeds.items() if name not in (*self.ends, "checksums"))
         text = "  ".join(f"{name} {speed:6.2f}" for name, speed in speeds.items())
         ratios = "  ".join(f"{name}/ceiling {speeds[name] / ceiling:.2f}" for name in self.ends)
         costs = "  ".join(f"{name} {statistics.median(cpu[name]) * GIB / self.args.bytes:.2f}" for name in cpu)

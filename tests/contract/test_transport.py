@@ -15,6 +15,7 @@ from support.transport_peer import NUM_BYTES, ProcessEnd, ThreadEnd
 
 from blockferry.connectors.base import TransportError
 from blockferry.connectors.transport.loopback import LoopbackFabric, LoopbackTransport
+from blockferry.connectors.transport.native_checksum import sum_runs
 
 UCX = {
     "ucx-shm": {"transports": ("posix", "tcp", "self")},
@@ -149,6 +150,41 @@ def test_two_transports_share_one_far_end(fabric):
         peer.write(offsets(0), offsets(4096 * number), offsets(4096))
         finish(near, peer.flush())
     assert far.view()[: 3 * 4096 : 4096].tolist() == [0, 1, 2]
+
+
+def ask_sum(transport, peer, runs, timeout_s=20.0):
+    checksum = peer.checksum(*runs)
+    deadline_s = time.monotonic() + timeout_s
+    while (total := checksum.poll()) is None:
+        assert time.monotonic() < deadline_s, "the checksum does not come"
+        if not transport.progress():
+            transport.wait(0.05)
+    return total
+
+
+def test_a_checksum_tells_what_the_far_end_holds(joined):
+    near, _, peer, far = joined
+    remote = far.fill(4)
+    rng = np.random.default_rng(5)
+    runs = np.sort(rng.choice(NUM_BYTES, 1300, replace=False)), rng.integers(0, 3000, 1300)  # more than one message
+    runs = np.minimum(runs[0], NUM_BYTES - 3000), runs[1]
+    assert ask_sum(near, peer, runs) == int(sum_runs(remote.ctypes.data, *runs))
+    assert ask_sum(near, peer, (offsets(), offsets())) == 0
+
+
+def test_a_checksum_sees_what_was_written_and_flushed(joined):
+    near, region, peer, _ = joined
+    region.view[:] = np.arange(NUM_BYTES, dtype=np.uint64).astype(np.uint8)
+    peer.write(offsets(0, 7), offsets(5000, 70_000), offsets(100, 5000))
+    finish(near, peer.flush())
+    expected = int(sum_runs(region.view.ctypes.data, offsets(0, 7), offsets(100, 5000)))
+    assert ask_sum(near, peer, (offsets(5000, 70_000), offsets(100, 5000))) == expected
+
+
+def test_a_checksum_beyond_the_region_is_refused(joined):
+    _, _, peer, _ = joined
+    with pytest.raises(ValueError, match="outside the region"):
+        peer.checksum(offsets(NUM_BYTES), offsets(1))
 
 
 def test_a_flush_of_nothing_ends(joined):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import queue
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +16,18 @@ from numpy.typing import NDArray
 from support.local_engine import EngineOptions, make_instance, make_request
 from support.thread_ranks import ThreadRanks
 
-from blockferry.connectors.base import EventSink, Overlap, RankIdentity, TransferCommand, TransferEvent, TransferMode
+from blockferry.connectors.base import (
+    EventSink,
+    Overlap,
+    RankIdentity,
+    TransferCommand,
+    TransferEvent,
+    TransferMode,
+    Transport,
+)
 from blockferry.connectors.handshake import decode_endpoint, with_common_scales
 from blockferry.connectors.pd_scheduler import PdScheduler
-from blockferry.connectors.pd_worker import PdWorker
+from blockferry.connectors.pd_worker import PdWorker, PdWorkerOptions
 from blockferry.connectors.transport.loopback import LoopbackFabric, LoopbackTransport
 from blockferry.engine.config import Role
 from blockferry.engine.kv.manager import KVCacheManager
@@ -31,6 +39,7 @@ from blockferry.engine.worker.worker import Worker
 
 PREFILL, DECODE = "p0", "d0"
 TIMEOUT_S = 60.0
+DEFAULTS = PdWorkerOptions()
 
 
 class LocalInstance:
@@ -43,7 +52,8 @@ class LocalInstance:
         path: Path,
         options: EngineOptions,
         on_event: EventSink,
-        fabric: LoopbackFabric,
+        transport: Callable[[], Transport],
+        connector: PdWorkerOptions,
     ) -> None:
         plan = options.plan(path)
         self.scheduled = make_instance(instance_id, role, plan, options)
@@ -57,7 +67,7 @@ class LocalInstance:
                 pp_rank=worker.spec.pp_rank,
                 model_fingerprint=worker.fingerprint(),
             )
-            self._ferries[worker] = PdWorker(LoopbackTransport(fabric), identity, on_event, progress=worker.progress)
+            self._ferries[worker] = PdWorker(transport(), identity, on_event, connector, progress=worker.progress)
         self.ranks.each(
             lambda worker: worker.init_cache(plan, lambda size: _spoil(self._ferries[worker].allocate(size)))
         )
@@ -100,13 +110,17 @@ class LocalPair:
         *,
         mode: TransferMode = TransferMode.PUSH,
         overlap: Overlap = Overlap.NONE,
+        transport: Callable[[LoopbackFabric], Transport] = LoopbackTransport,
+        connector: PdWorkerOptions = DEFAULTS,
     ) -> None:
         """decode_options: None for two sides alike."""
         fabric = LoopbackFabric()
         self._events: queue.Queue[TransferEvent] = queue.Queue()
         shapes = {PREFILL: (Role.PREFILL, options), DECODE: (Role.DECODE, decode_options or options)}
         self._sides = {
-            instance_id: LocalInstance(instance_id, role, path, own, self._events.put, fabric)
+            instance_id: LocalInstance(
+                instance_id, role, path, own, self._events.put, lambda: transport(fabric), connector
+            )
             for instance_id, (role, own) in shapes.items()
         }
         agreed = iter(with_common_scales([one for side in self._sides.values() for one in side.endpoints]))
@@ -122,6 +136,7 @@ class LocalPair:
             handoffs=HandoffOptions(overlap=overlap, transfer_timeout_s=TIMEOUT_S),
         )
         self.num_ferried_bytes = 0
+        self.failures: list[str] = []  # of transfers
         self._next_handle = 0
 
     def generate(
@@ -171,6 +186,7 @@ class LocalPair:
         while not self._events.empty():
             event = self._events.get()
             self.num_ferried_bytes += event.num_bytes
+            self.failures += [event.reason] if event.reason else []
             outputs.append(self.central.on_transfer(event))
         outputs.append(self.central.tick())
         self.central.check_integrity()

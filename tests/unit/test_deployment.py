@@ -87,6 +87,7 @@ def test_sizes_take_units(written, num_bytes):
         (("name: test", "name: test\nname: again"), "", "appears twice"),
         (("name: test", "connector: {transport: loopback}"), "connector.transport", "use 'ucx'"),
         (("name: test", "connector: {lease_s: -1}"), "connector.lease_s", "out of range"),
+        (("name: test", "connector: {checksums: 2}"), "connector.checksums", "true or false"),
         (("name: test", "connector: {overlap: all}"), "connector.overlap", "not one of none, chunks, layers"),
         (("name: test", "connector: {mode: pull, overlap: layers}"), "connector.overlap", "use chunks, or mode push"),
         (("name: test", "cache: {memory: lots}"), "cache.memory", "512MiB"),

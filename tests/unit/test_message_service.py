@@ -20,7 +20,7 @@ class Rig:
         self.memory = np.zeros(POOL_BYTES + 2 * GUARD, np.uint8)
         self.pool = self.memory[GUARD : GUARD + POOL_BYTES]
         self.rows = np.zeros((NUM_ROWS, service.ROW_BYTES // 8), np.int64)
-        self.slots = np.zeros(NUM_ROWS * messages.NUM_SLOTS * messages.SLOT_BYTES, np.uint8)
+        self.slots = np.zeros(NUM_ROWS * service.SLOTS_PER_ROW * messages.SLOT_BYTES, np.uint8)
         self.state = np.zeros(service.STATE_WORDS, np.int64)
         self.state[service.ROWS] = self.rows.ctypes.data
         self.state[service.NUM_ROWS] = NUM_ROWS
@@ -96,8 +96,14 @@ BAD = {
     "gather negative slot": (message(messages.GATHER, [(0, 1)], SLOT=-1), "no such slot"),
     "gather outside": (message(messages.GATHER, [(0, POOL_BYTES + 1)]), "outside"),
     "gather with payload": (message(messages.GATHER, [(0, 1)], b"x"), "sizes"),
-    "gather too much": (message(messages.GATHER, [(0, POOL_BYTES)] * 40), "more bytes"),
+    "gather too much": (message(messages.GATHER, [(0, POOL_BYTES)] * 65), "more bytes"),
     "gather without a way back": (message(messages.GATHER, [(0, 1)]), "nothing to answer"),
+    "sum outside": (message(messages.SUM, [(0, POOL_BYTES + 1)]), "outside"),
+    "sum with payload": (message(messages.SUM, [(0, 1)], b"x"), "sizes"),
+    "sum without a way back": (message(messages.SUM, [(0, 1)]), "nothing to answer"),
+    "sum of another region": (message(messages.SUM, [(0, 1)], REGION=2), "outside"),
+    "a sum to no record": (message(messages.SUMMED, payload=b"12345678", RECORD=-1), "row of another"),
+    "a sum of odd size": (message(messages.SUMMED, payload=b"1234567"), "sizes"),
     "deliver to no record": (message(messages.DELIVER, RECORD=-1), "row of another"),
     "deliver beyond the records": (message(messages.DELIVER, RECORD=service.NUM_RECORDS), "row of another"),
 }
@@ -188,12 +194,17 @@ def test_a_late_answer_to_a_closed_connection_is_dropped(rig, reader):
     assert not rig.memory.any()
 
 
+def test_a_sum_that_nobody_asked_for_is_refused(rig, reader):
+    assert "no such slot" in rig.serve(message(messages.SUMMED, payload=b"12345678"))
+    assert not rig.memory.any()
+
+
 def test_random_bytes_never_touch_memory_outside_the_pool(rig):
     rng = np.random.default_rng(5)
     for _ in range(3000):
         runs = rng.integers(-200, POOL_BYTES + 200, (rng.integers(1, 4), 2))
         noise = message(
-            int(rng.integers(0, 7)),
+            int(rng.integers(0, 9)),
             runs,
             rng.bytes(int(rng.integers(0, 3000))),
             NUM_RUNS=int(rng.integers(-2, 6)),
