@@ -14,13 +14,13 @@ import dataclasses
 import logging
 import os
 import socket
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 import ray
 
 from blockferry.cluster.interfaces import interface_of
+from blockferry.cluster.rank_watch import RankWatch
 from blockferry.cluster.scheduler_host import SchedulerSettings, build_loop
 from blockferry.cluster.scheduler_loop import SchedulerLoop
 from blockferry.cluster.sockets import Endpoints
@@ -29,8 +29,6 @@ from blockferry.engine.config import ApiConfig, ModelConfig
 from blockferry.engine.kv.instance_plan import InstancePlan
 
 logger = logging.getLogger(__name__)
-
-WATCH_S = 0.5  # how often the scheduler asks Ray whether a worker has died
 
 
 def scheduler_name(deployment: str) -> str:
@@ -138,47 +136,43 @@ class SchedulerActor:
         _log_to_stderr()
         self._settings: SchedulerSettings | None = None
         self._loop: SchedulerLoop | None = None
-        self._watching = threading.Event()
+        self._workers: dict[str, list[Any]] = {}
+        self._watch: RankWatch | None = None
 
-    def prepare(self, settings: SchedulerSettings) -> Endpoints:
-        """Make the ledgers and bind the sockets; returns where clients connect."""
+    def prepare(self, settings: SchedulerSettings, workers: dict[str, list[Any]]) -> Endpoints:
+        """Make the ledgers and bind the sockets; returns where clients connect.
+
+        Args:
+            settings: what to schedule.
+            workers: actor handles by instance_id, in rank order.
+        """
         self._settings = settings
-        self._loop = build_loop(settings, bind_host=_address() if settings.has_remote_ranks else "")
+        self._workers = workers
+        self._watch = RankWatch(workers)
+        self._loop = build_loop(
+            settings, bind_host=_address() if settings.has_remote_ranks else "", end_instance=self._watch.end
+        )
         return self._loop.client_endpoints
 
     def place(self) -> Place:
         """Where the scheduler runs."""
         return _place()
 
-    def run(self, workers: dict[str, list[Any]]) -> str:
-        """Start every worker's run(), schedule until stopped; returns the reason.
-
-        Args:
-            workers: actor handles by instance_id, in rank order.
-        """
+    def run(self) -> str:
+        """Start every worker's run(), schedule until stopped; returns the reason."""
         loop = self._ready_loop()
+        assert self._watch is not None, "prepare() comes first"
         node_id = ray.get_runtime_context().get_node_id()
         runs = {
             worker.run.remote(loop.worker_endpoints, node_id): (instance_id, rank)
-            for instance_id, ranks in workers.items()
+            for instance_id, ranks in self._workers.items()
             for rank, worker in enumerate(ranks)
         }
-        watch = threading.Thread(target=self._watch, args=(loop, runs), name="watch", daemon=True)
-        watch.start()
+        self._watch.start(loop, runs)
         try:
             return loop.run()
         finally:
-            self._watching.set()
-            watch.join(timeout=5.0)
-
-    def _watch(self, loop: SchedulerLoop, runs: dict[Any, tuple[str, int]]) -> None:
-        """Report every worker whose run() ends while the loop goes on."""
-        pending = list(runs)
-        while pending and not self._watching.is_set():
-            done, pending = ray.wait(pending, timeout=WATCH_S)
-            for reference in done:
-                instance_id, rank = runs[reference]
-                loop.report_failure(instance_id, f"rank {rank}: {_end_of(reference)}")
+            self._watch.close()
 
     def is_complete(self) -> bool:
         """Whether every rank has connected."""
@@ -198,20 +192,6 @@ class SchedulerActor:
     def _ready_loop(self) -> SchedulerLoop:
         assert self._loop is not None, "prepare() comes first"
         return self._loop
-
-
-def _end_of(reference: Any) -> str:
-    try:
-        reason = ray.get(reference)
-    except ray.exceptions.RayActorError as error:
-        return f"its process has died ({_first_line(error)})"
-    except ray.exceptions.RayTaskError as error:
-        return f"it failed: {_first_line(error.cause or error)}"
-    return f"it stopped: {reason or 'no reason given'}"
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 class ApiActor:

@@ -22,6 +22,7 @@ from blockferry.engine.config import (
     DeploymentConfig,
     Device,
     DType,
+    HealthConfig,
     InstanceConfig,
     ModelConfig,
     Role,
@@ -68,6 +69,7 @@ def load_deployment(
         _instance(section, cache=cache, scheduler=scheduler, device=device) for section in root.sections("instances")
     )
     connector = _connector(root.section("connector"))
+    health = _health(root.section("health"))
     api = _api(root.section("api"), file.parent)
     model_section = root.section("model")
     wanted = _ModelWishes.read(model_section)
@@ -76,7 +78,9 @@ def load_deployment(
     folder = wanted.find(resolve, file.parent, progress)
     header = read_checkpoint(wanted.key, folder)
     model = _model(folder, wanted, header)
-    config = DeploymentConfig(name=name, model=model, instances=instances, connector=connector, api=api, device=device)
+    config = DeploymentConfig(
+        name=name, model=model, instances=instances, connector=connector, api=api, health=health, device=device
+    )
     _check_against_checkpoint(config, header)
     return Deployment(config=config, header=header)
 
@@ -214,6 +218,7 @@ def _connector(section: Section) -> ConnectorConfig:
     base = ConnectorConfig()
     mode = section.choice("mode", base.mode, tuple(TransferMode))
     overlap = Overlap.LAYERS if mode == TransferMode.PUSH else Overlap.CHUNKS
+    ucx = section.section("ucx_options")
     connector = ConnectorConfig(
         kind=section.choice("kind", base.kind, ("pd",)),
         transport=section.choice("transport", base.transport, ("ucx", "loopback")),
@@ -223,7 +228,9 @@ def _connector(section: Section) -> ConnectorConfig:
         transfer_timeout_s=section.number("transfer_timeout_s", base.transfer_timeout_s, minimum=0.1),
         load_failure_policy=section.choice("load_failure_policy", base.load_failure_policy, ("recompute", "fail")),
         checksums=section.flag("checksums", default=base.checksums),
+        ucx_options={key: ucx.text(key, "") or "" for key in ucx.written_keys()},
     )
+    ucx.finish()
     section.finish()
     if mode == TransferMode.PULL and connector.overlap == Overlap.LAYERS:
         raise ConfigError(
@@ -235,6 +242,13 @@ def _connector(section: Section) -> ConnectorConfig:
             section.at("transport"), "'loopback' joins pools of one process only and workers are processes; use 'ucx'"
         )
     return connector
+
+
+def _health(section: Section) -> HealthConfig:
+    base = HealthConfig()
+    limit_s = section.number("silence_limit_s", base.silence_limit_s, minimum=2.0)  # two signs of life
+    section.finish()
+    return HealthConfig(silence_limit_s=limit_s)
 
 
 def _api(section: Section, base: Path) -> ApiConfig:

@@ -28,6 +28,7 @@ from blockferry.cluster.placement import PlacedInstance
 from blockferry.cluster.plan_facts import facts_of_instance
 from blockferry.cluster.ray_session import NAMESPACE
 from blockferry.cluster.scheduler_host import InstanceSettings, SchedulerSettings, WorkerPlace
+from blockferry.cluster.scheduler_loop import LoopTiming
 from blockferry.cluster.sockets import Endpoints
 from blockferry.cluster.worker_settings import WorkerSettings
 from blockferry.connectors.base import TransferMode
@@ -295,10 +296,11 @@ def _start_scheduler(
         connector=config.connector if is_disaggregated(config) else None,
         has_remote_ranks=any(place.node_id != here for place in places),
         workers=_worker_places(running, places),
+        timing=LoopTiming(silence_limit_s=config.health.silence_limit_s),
     )
-    calls = [running.scheduler.prepare.remote(settings)]
+    calls = [running.scheduler.prepare.remote(settings, running.workers)]
     running.client_endpoints = _gather(calls, "starting the scheduler", report, names=["scheduler"])[0]
-    running.runs["scheduler"] = running.scheduler.run.remote(running.workers)
+    running.runs["scheduler"] = running.scheduler.run.remote()
     deadline_s = time.monotonic() + STEP_TIMEOUT_S
     while not ray.get(running.scheduler.is_complete.remote(), timeout=STEP_TIMEOUT_S):
         failure = running.find_failure(POLL_S)

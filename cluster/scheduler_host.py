@@ -6,7 +6,7 @@ Runs in any process, with or without Ray; imports no torch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from blockferry.cluster.plan_facts import PlanFacts
@@ -77,8 +77,10 @@ class SchedulerSettings:
         return {**self.summary(), **snapshot, "instances": instances}
 
 
-def build_loop(settings: SchedulerSettings, *, bind_host: str) -> SchedulerLoop:
-    """The whole scheduler of a deployment, with its sockets bound and not running yet."""
+def build_loop(
+    settings: SchedulerSettings, *, bind_host: str, end_instance: Callable[[str], None] = lambda _instance_id: None
+) -> SchedulerLoop:
+    """The whole scheduler of a deployment, with its sockets bound and not running yet; see SchedulerLoop."""
     connector = None
     lease = settings.connector or ConnectorConfig()
     if settings.connector is not None:
@@ -92,13 +94,15 @@ def build_loop(settings: SchedulerSettings, *, bind_host: str) -> SchedulerLoop:
             overlap=Overlap(lease.overlap),
             lease_s=lease.lease_s,
             transfer_timeout_s=lease.transfer_timeout_s,
+            # a frozen D that is not given up within hold_s has gone on, and taken in what lay in its sockets
+            hold_s=max(lease.lease_s, settings.timing.silence_limit_s) + lease.transfer_timeout_s,
             load_failure_policy=LoadFailurePolicy(lease.load_failure_policy),
         ),
     )
     members = [
         Member(instance_id=one.instance_id, role=one.role, num_ranks=one.num_ranks) for one in settings.instances
     ]
-    return SchedulerLoop(central, members, bind_host=bind_host, timing=settings.timing)
+    return SchedulerLoop(central, members, bind_host=bind_host, timing=settings.timing, end_instance=end_instance)
 
 
 def _instance(settings: InstanceSettings, max_model_len: int) -> Instance:

@@ -1,7 +1,9 @@
 """The scheduler's event loop: ZeroMQ messages in, CentralScheduler calls, plans and outputs out.
 
 Owns both sockets and every call into CentralScheduler; all of it happens in the one thread that calls run().
-Other threads may call stop(), report_failure() and read `snapshot`. Knows nothing of Ray.
+Other threads may call stop(), report_failure(), report_gone() and read `snapshot`. Knows nothing of Ray: whoever
+gives it `end_instance` ends the processes of an instance that was given up, so that a frozen or half-dead one does
+nothing more when it wakes.
 
     one pass:  wait (socket, mailbox or tick) -> take messages -> tick -> plan -> ferry -> deliver
 """
@@ -64,19 +66,25 @@ class SchedulerLoop:
         *,
         bind_host: str,
         timing: LoopTiming = LoopTiming(),
+        end_instance: Callable[[str], None] = lambda _instance_id: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Bind both sockets, on TCP too when bind_host is not empty. Raises zmq.ZMQError when that fails."""
+        """Bind both sockets, on TCP too when bind_host is not empty. Raises zmq.ZMQError when that fails.
+
+        `end_instance` is called once for each instance that is given up, must return at once and may lead to
+        report_gone().
+        """
         self._central = central
         self._members = {member.instance_id: member for member in members}
         self._timing = timing
+        self._end_instance = end_instance
         self._clock = clock
         self._clients = ClientTable()
         self._health = HealthBoard(
             {member.instance_id: member.num_ranks for member in members}, silence_limit_s=timing.silence_limit_s
         )
         self._present: set[bytes] = set()  # identities that have said hello
-        self._mailbox: Mailbox[tuple[str, str]] = Mailbox()  # (instance_id, reason); ("", reason) stops
+        self._mailbox: Mailbox[Callable[[], None]] = Mailbox()  # calls from other threads
         self._stop_reason: str | None = None
         self._started_s = clock()
         self._next_tick_s = self._next_beat_s = self._busy_until_s = self._started_s
@@ -100,11 +108,15 @@ class SchedulerLoop:
 
     def stop(self, reason: str) -> None:
         """End run() soon. Any thread."""
-        self._mailbox.put(("", reason))
+        self._mailbox.put(lambda: self._note_stop(reason))
 
     def report_failure(self, instance_id: str, reason: str) -> None:
         """An instance's process was seen dead. Any thread."""
-        self._mailbox.put((instance_id, reason))
+        self._mailbox.put(lambda: self._fail(instance_id, reason))
+
+    def report_gone(self, instance_id: str) -> None:
+        """No process of a failed instance is left. Any thread."""
+        self._mailbox.put(lambda: self._central.instance_gone(instance_id))
 
     @property
     def is_complete(self) -> bool:
@@ -170,7 +182,8 @@ class SchedulerLoop:
         if tag is Tag.HELLO:
             self._present.add(identity)
         other = messages.Channel.STEPS if worker.channel is messages.Channel.CONTROL else messages.Channel.CONTROL
-        if dataclasses.replace(worker, channel=other).to_bytes() in self._present:
+        is_sign = tag is Tag.HELLO or worker.channel is messages.Channel.CONTROL  # steps go on where cancels do not
+        if is_sign and dataclasses.replace(worker, channel=other).to_bytes() in self._present:
             # both connections stand, so that the rank can be sent work
             self._health.beat(worker.instance_id, worker.rank, now_s=self._clock())
         if tag is Tag.HELLO:
@@ -197,6 +210,7 @@ class SchedulerLoop:
         if self._health.fail(instance_id, reason):
             logger.error("instance %s failed: %s", instance_id, reason)
             self._absorb(self._central.fail_instance(instance_id, reason))
+            self._end_instance(instance_id)
             self._refresh_snapshot()
 
     # --- clients
@@ -276,11 +290,11 @@ class SchedulerLoop:
     # --- every pass
 
     def _read_mailbox(self) -> None:
-        for instance_id, reason in self._mailbox.take():
-            if instance_id:
-                self._fail(instance_id, reason)
-            else:
-                self._stop_reason = reason
+        for call in self._mailbox.take():
+            call()
+
+    def _note_stop(self, reason: str) -> None:
+        self._stop_reason = reason
 
     def _tick(self, now_s: float) -> None:
         self._next_tick_s = now_s + self._timing.tick_s
@@ -356,6 +370,7 @@ class SchedulerLoop:
         status["transfers"] = dataclasses.asdict(self._transfers)
         status["healthy"] = self._health.is_complete and not self._health.reason
         status["reason"] = self._health.reason
+        status["is_serving"] = choose(self._candidates()) is not None
         status["num_audits"] = self._num_audits
         status["uptime_s"] = round(now_s - self._started_s, 3)
         self.snapshot = status

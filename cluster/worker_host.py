@@ -53,7 +53,7 @@ class WorkerHost:
             worker.warm_up()
             return b""
         self._ferry = PdWorker(
-            open_ucx(),
+            open_ucx(connector.ucx_options),
             RankIdentity(
                 instance_id=self._settings.instance_id,
                 rank=self._settings.spec.rank,

@@ -4,7 +4,8 @@ Owns one ZeroMQ socket per thread and the order of plans. The model thread is th
 events come from the connector's own thread through a mailbox. Knows nothing of Ray or models.
 
     model thread     STEPS socket:    PLAN -> execute -> RESULT
-    control thread   CONTROL socket:  TRANSFER, CANCEL -> connector;  mailbox -> EVENT;  BEAT every beat_s
+    control thread   CONTROL socket:  TRANSFER, CANCEL -> connector;  mailbox -> EVENT;  BEAT every beat_s;
+                     TROUBLE once the connector's thread is stuck: its transfers would never be reported
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ class StepExecutor(Protocol):
 
 
 class Ferry(Protocol):
-    """The connector's worker half as this loop needs it; both methods are thread-safe and return at once."""
+    """The connector's worker half as this loop needs it; every method is thread-safe and returns at once."""
+
+    @property
+    def stuck_s(self) -> float:
+        """For how long its thread has not gone round."""
 
     def start(self, command: TransferCommand) -> None:
         """Begin a transfer; its event comes through the mailbox."""
@@ -49,6 +54,7 @@ class WorkerTiming:
     """Intervals of a worker's threads, in seconds."""
 
     beat_s: float = 1.0
+    stuck_limit_s: float = 10.0  # of the connector's thread, before this rank declares itself unfit
     stop_poll_s: float = 0.25  # how soon the model thread notices stop()
 
 
@@ -144,13 +150,19 @@ class WorkerLoop:
                 now_s = time.monotonic()
                 if now_s >= next_beat_s:
                     next_beat_s = now_s + self._timing.beat_s
-                    socket.send_multipart(messages.encode(Tag.BEAT, {}))
+                    socket.send_multipart(self._sign_of_life(ferry))
                 ready = dict(poller.poll(int(min(self._timing.stop_poll_s, next_beat_s - now_s) * 1000) + 1))
                 if self._events.fd in ready:
                     for event in self._events.take():
                         socket.send_multipart(messages.encode(Tag.EVENT, event))
                 if socket in ready:
                     self._take_commands(socket, ferry)
+
+    def _sign_of_life(self, ferry: Ferry | None) -> messages.Frames:
+        stuck_s = 0.0 if ferry is None else ferry.stuck_s
+        if stuck_s <= self._timing.stuck_limit_s:
+            return messages.encode(Tag.BEAT, {})
+        return messages.encode(Tag.TROUBLE, f"its transfer thread has not answered for {stuck_s:.1f} s")
 
     def _take_commands(self, socket: zmq.Socket[bytes], ferry: Ferry | None) -> None:
         while True:

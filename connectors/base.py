@@ -191,8 +191,8 @@ class TransferCommand:
 class TransferEvent:
     """How one rank's part of a transfer ended.
 
-    is_quiesced is False where a connection had to be dropped with writes under way: the network may still hold
-    bytes that land in the destination's blocks.
+    is_quiesced is False while a network or a frozen peer may still hold bytes that land in the destination's blocks.
+    With is_watched the event comes again: quiesced once they have landed, not watched any more if the connection fails.
     """
 
     transfer_id: int
@@ -204,6 +204,7 @@ class TransferEvent:
     duration_s: float
     reason: str = ""
     is_quiesced: bool = True
+    is_watched: bool = False
 
 
 EventSink = Callable[[TransferEvent], None]

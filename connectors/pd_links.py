@@ -62,6 +62,11 @@ class Link:
         if self._peer is peer:
             self._peer = None
 
+    def retire(self, peer: Peer) -> None:
+        """Leave a connection open for what it holds, to whoever has it; the next peer() makes a new one."""
+        if self._peer is peer:
+            self._peer = None
+
     def close(self) -> None:
         """Close the current connection."""
         if self._peer is not None:

@@ -4,14 +4,14 @@ Pure bookkeeping: knows block ids, never requests; has no clock (callers pass no
 thread (one caller at a time: the scheduler's loop).
 
     begin() -> ACTIVE --- every rank reported ----------------> outcome, is_quiesced if every rank was
-                 |------- executing instance failed ----------> outcome FAILED, is_quiesced: its processes are gone
                  |------- deadline and grace passed ----------> outcome FAILED, not quiesced: keep the blocks' lease
+    an outcome that is_watched comes again, once every rank knows what became of the bytes
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from blockferry.connectors.base import TransferCommand, TransferEvent, TransferMode, TransferPart, TransferState
 
@@ -21,7 +21,10 @@ _SEVERITY = {TransferState.DONE: 0, TransferState.CANCELLED: 1, TransferState.FA
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TransferOutcome:
-    """How a transfer ended over all ranks. Only is_quiesced allows its blocks to be reused at once."""
+    """How a transfer ended over all ranks. Only is_quiesced allows its blocks to be reused at once.
+
+    Where it is not, time must make them safe; with is_watched the outcome comes again first.
+    """
 
     transfer_id: int
     state: TransferState
@@ -30,6 +33,7 @@ class TransferOutcome:
     duration_s: float  # of the slowest rank, from its receipt of the command
     elapsed_s: float  # from begin() to the last report
     is_quiesced: bool
+    is_watched: bool
     reason: str = ""
 
 
@@ -54,20 +58,21 @@ class _Active:
             duration_s=max(event.duration_s for event in events),
             elapsed_s=now_s - self.begun_s,
             is_quiesced=all(event.is_quiesced for event in events),
+            is_watched=any(event.is_watched for event in events),
             reason=worst.reason,
         )
 
-    def failed(self, now_s: float, *, reason: str, is_quiesced: bool) -> TransferOutcome:
-        """The outcome when some rank will not report."""
-        events = list(self.events.values())
+    def overdue(self, now_s: float, reason: str) -> TransferOutcome:
+        """The outcome while some rank is silent; it can still be asked, by a cancel."""
         return TransferOutcome(
             transfer_id=self.command.transfer_id,
             state=TransferState.FAILED,
-            num_bytes=sum(event.num_bytes for event in events),
-            num_runs=sum(event.num_runs for event in events),
+            num_bytes=sum(event.num_bytes for event in self.events.values()),
+            num_runs=sum(event.num_runs for event in self.events.values()),
             duration_s=now_s - self.begun_s,
             elapsed_s=now_s - self.begun_s,
-            is_quiesced=is_quiesced,
+            is_quiesced=False,
+            is_watched=True,
             reason=reason,
         )
 
@@ -82,6 +87,7 @@ class PdScheduler:
         self.grace_s = grace_s
         self._num_ranks: dict[str, int] = {}
         self._active: dict[int, _Active] = {}
+        self._late: dict[int, _Active] = {}  # with an outcome that is watched
         self._next_id = 1
 
     def add_instance(self, instance_id: str, *, num_ranks: int) -> None:
@@ -122,49 +128,47 @@ class PdScheduler:
         return command
 
     def on_event(self, event: TransferEvent, *, now_s: float) -> TransferOutcome | None:
-        """Count a rank's report; the outcome when it was the last one. Late and repeated reports are ignored."""
-        active = self._active.get(event.transfer_id)
+        """Count a rank's report; the outcome when it was the last one, and again when nothing is watched any more."""
+        transfer_id = event.transfer_id
+        active = self._active.get(transfer_id) or self._late.get(transfer_id)
         if active is None or event.instance_id != active.command.executing_instance_id:
             return None
-        active.events.setdefault(event.rank, event)
+        known = active.events.get(event.rank)
+        if known is None or known.is_watched:
+            active.events[event.rank] = event
         if len(active.events) < active.num_ranks:
             return None
-        del self._active[event.transfer_id]
-        return active.outcome(now_s)
+        outcome = active.outcome(now_s)
+        if transfer_id in self._active:
+            del self._active[transfer_id]
+            if outcome.is_watched:
+                self._late[transfer_id] = active
+            return outcome
+        if outcome.is_watched:
+            return None
+        del self._late[transfer_id]
+        return outcome
 
     def expire(self, *, now_s: float) -> tuple[TransferOutcome, ...]:
         """End transfers whose ranks are silent past deadline and grace. Call it every 100 ms or so."""
         limit_s = self.transfer_timeout_s + self.grace_s
-        return self._end(
-            lambda active: now_s - active.begun_s > limit_s,
-            now_s,
-            reason=f"no report within {limit_s:g} s (transfer_timeout_s={self.transfer_timeout_s:g} and grace)",
-            is_quiesced=False,
-        )
-
-    def fail_instance(self, instance_id: str, *, now_s: float) -> tuple[TransferOutcome, ...]:
-        """End the transfers that a dead instance executed. Those of its peers end by their own reports."""
-        return self._end(
-            lambda active: active.command.executing_instance_id == instance_id,
-            now_s,
-            reason=f"instance {instance_id!r}, which moved the bytes, failed",
-            is_quiesced=True,
-        )
+        over = [active for active in self._active.values() if now_s - active.begun_s > limit_s]
+        for active in over:
+            del self._active[active.command.transfer_id]
+            self._late[active.command.transfer_id] = active
+        reason = f"no report within {limit_s:g} s (transfer_timeout_s={self.transfer_timeout_s:g} and grace)"
+        return tuple(active.overdue(now_s, reason) for active in over)
 
     def command(self, transfer_id: int) -> TransferCommand | None:
-        """The command of an active transfer; None when it has ended. A cancel goes to the same ranks."""
-        active = self._active.get(transfer_id)
+        """The command of a transfer that is active or watched. A cancel goes to the same ranks."""
+        active = self._active.get(transfer_id) or self._late.get(transfer_id)
         return active.command if active else None
+
+    def forget(self, transfer_id: int) -> None:
+        """Nobody wants to know any more what becomes of a watched transfer."""
+        self._late.pop(transfer_id, None)
 
     @property
     def num_active(self) -> int:
         """Transfers without an outcome."""
         return len(self._active)
-
-    def _end(
-        self, is_over: Callable[[_Active], bool], now_s: float, *, reason: str, is_quiesced: bool
-    ) -> tuple[TransferOutcome, ...]:
-        over = [active for active in self._active.values() if is_over(active)]
-        for active in over:
-            del self._active[active.command.transfer_id]
-        return tuple(active.failed(now_s, reason=reason, is_quiesced=is_quiesced) for active in over)

@@ -4,8 +4,18 @@ Used by the transfer thread only; never waits. Owned by PdWorker, which owns the
 
     start() -> POSTING ------- all batches landed -----------------------------> DONE
                   | cancel()                    -> QUIESCING -- flushed -------> CANCELLED
-                  | error, deadline, bad blocks -> QUIESCING -- flushed or ----> FAILED
-                                                   link closed after quiesce_timeout_s
+                  | error, deadline, bad blocks -> QUIESCING -- flushed -------> FAILED
+                                                       | quiesce_timeout_s     ^
+                                                       v                       |
+                                          FAILED, not quiesced: LATE -- flushed, or (reads) the connection failed
+
+LATE: a network or a frozen peer holds what was posted. The connection is left open for it alone, new transfers make a
+new one. To close it instead would lose the knowledge of when the bytes have landed; and UCX aborts a process that
+wakes and finds the connection gone on which it owes an answer.
+
+Commands and reports may be lost, repeated or overtake each other. A transfer number is used once: a command that
+comes again, or after its cancel, is dropped, or old bytes would land in blocks that have other owners by then. A
+cancel is always answered by the one event, so that it is also the way to ask for a report that was lost.
 
 A transfer with after_step moves what of the source's layers is computed, wave by wave: a batch waits for the last
 layer that has bytes in it.
@@ -17,19 +27,15 @@ max_bytes_in_flight are, and half of it towards one peer, lest a frozen one take
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from blockferry.connectors.base import (
-    Checksum,
     ConnectorError,
     CorruptedBytes,
     EventSink,
-    Flush,
-    Peer,
     PoolEndpoint,
     TransferCommand,
     TransferEvent,
@@ -38,9 +44,12 @@ from blockferry.connectors.base import (
     TransportError,
 )
 from blockferry.connectors.compute_progress import ComputeProgress, StepMark
-from blockferry.connectors.pd_links import Batches, Link, choose_shares, exactly, in_whole_blocks, make_batches
+from blockferry.connectors.pd_links import Link, choose_shares, exactly, in_whole_blocks, make_batches
+from blockferry.connectors.pd_parts import Budget, Part
 
 logger = logging.getLogger(__name__)
+
+NUM_ENDED_KEPT = 4096  # reports that can be asked for again
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,116 +64,20 @@ class TransferLimits:
     quiesce_timeout_s: float = 2.0  # after a deadline: how long to wait for what was posted before the link is closed
 
 
-class _Budget:
-    """Bytes that are posted and have not landed, of all transfers."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._num_bytes = 0
-        self._of_link: collections.Counter[Link] = collections.Counter()
-
-    def has_room(self, link: Link, num_bytes: int) -> bool:
-        """Whether so many bytes may be posted towards a peer."""
-        towards = self._of_link[link]
-        fits_link = towards == 0 or towards + num_bytes <= self._limit // 2
-        return self._num_bytes == 0 or (fits_link and self._num_bytes + num_bytes <= self._limit)
-
-    def add(self, link: Link, num_bytes: int) -> None:
-        """Count bytes as posted, or as landed where num_bytes is negative."""
-        self._num_bytes += num_bytes
-        self._of_link[link] += num_bytes
-        if not self._of_link[link]:
-            del self._of_link[link]
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class _Posted:
-    """A batch on its way."""
-
-    batch: int
-    flush: Flush
-    num_bytes: int
-    has_landed: bool = False
-    checksum: Checksum | None = None  # of the far end's bytes, once they have landed
-    far_sum: int | None = None
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class _Part:
-    """One peer's share of a transfer."""
-
-    link: Link
-    peer: Peer
-    batches: Batches
-    budget: _Budget
-    are_checked: bool
-    num_posted: int = 0  # batches
-    flushes: collections.deque[_Posted] = dataclasses.field(default_factory=collections.deque)
-
-    @property
-    def is_done(self) -> bool:
-        return self.num_posted == len(self.batches) and not self.flushes
-
-    def reap(self) -> bool:
-        """Forget batches that have landed; True when there was one. Raises TransportError, CorruptedBytes."""
-        has_moved = False
-        while self.flushes and self._has_landed(self.flushes[0]):
-            posted = self.flushes.popleft()
-            self.budget.add(self.link, -posted.num_bytes)
-            has_moved = True
-            if self.are_checked:
-                self._compare(posted)
-        return has_moved
-
-    def post(self, mode: TransferMode) -> int:
-        """Post the next batch; returns its bytes. Raises TransportError."""
-        num_bytes = self.batches.post(self.peer, mode, self.num_posted)
-        self.flushes.append(_Posted(batch=self.num_posted, flush=self.peer.flush(), num_bytes=num_bytes))
-        self.num_posted += 1
-        self.budget.add(self.link, num_bytes)
-        return num_bytes
-
-    def _has_landed(self, posted: _Posted) -> bool:
-        """Whether all of a batch is there, and where it is checked also its far end's checksum here."""
-        posted.has_landed = posted.has_landed or posted.flush.poll()
-        if not posted.has_landed or not self.are_checked:
-            return posted.has_landed
-        if posted.checksum is None:
-            runs = self.batches.runs_of(posted.batch)
-            posted.checksum = self.peer.checksum(self.batches.remote_offsets[runs], self.batches.lengths[runs])
-        posted.far_sum = posted.checksum.poll()
-        return posted.far_sum is not None
-
-    def _compare(self, posted: _Posted) -> None:
-        runs = self.batches.runs_of(posted.batch)
-        offsets, lengths = self.batches.local_offsets[runs], self.batches.lengths[runs]
-        if self.link.own_checksum(offsets, lengths) != posted.far_sum:
-            raise CorruptedBytes(
-                f"corrupted: batch {posted.batch + 1} of {len(self.batches)} has another checksum there than here; "
-                f"{posted.num_bytes} bytes in {len(lengths)} runs between offsets {int(offsets.min())} and "
-                f"{int((offsets + lengths).max())} of this rank's pool"
-            )
-
-    def forget(self) -> None:
-        """Wait for nothing any more."""
-        while self.flushes:
-            self.budget.add(self.link, -self.flushes.popleft().num_bytes)
-
-
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Transfer:
     """One transfer's progress."""
 
     command: TransferCommand
     started_s: float
-    parts: list[_Part] = dataclasses.field(default_factory=list)
+    parts: list[Part] = dataclasses.field(default_factory=list)
     num_bytes: int = 0
     ending: TransferState | None = None  # quiescing, to be reported as this
     reason: str = ""
     quiesce_deadline_s: float = 0.0
     is_quiesced: bool = True
 
-    def awaited(self, part: _Part) -> StepMark | None:
+    def awaited(self, part: Part) -> StepMark | None:
         """The layer that a part's next batch waits for; None: no layer, or no batch is left."""
         if self.command.after_step is None or part.num_posted == len(part.batches):
             return None
@@ -174,9 +87,15 @@ class _Transfer:
     def deadline_s(self) -> float:
         return self.quiesce_deadline_s if self.ending else self.started_s + self.command.deadline_s
 
-    def drop(self, part: _Part) -> None:
+    @property
+    def is_pending(self) -> bool:
+        """Whether anything that was posted may still land, as far as is known."""
+        return any(part.flushes for part in self.parts)
+
+    def drop(self, part: Part) -> None:
         """Close a connection that failed; other transfers over it fail at their next poll."""
-        if part.flushes and self.command.mode is TransferMode.PUSH and not part.peer.is_direct:
+        has_posted = bool(part.flushes) or part.is_posting
+        if has_posted and self.command.mode is TransferMode.PUSH and not part.peer.is_direct:
             self.is_quiesced = False
         part.forget()
         part.link.drop(part.peer)
@@ -202,8 +121,10 @@ class Transfers:
         self._limits = limits
         self._progress = progress
         self.num_corrupted = 0  # batches whose checksums differed
-        self._budget = _Budget(limits.max_bytes_in_flight)
+        self._budget = Budget(limits.max_bytes_in_flight)
         self._active: dict[int, _Transfer] = {}  # in the order in which they may post
+        self._late: list[_Transfer] = []  # reported as not quiesced, and watched until they are
+        self._ended: dict[int, TransferEvent] = {}  # the last NUM_ENDED_KEPT reports, oldest first
 
     def __len__(self) -> int:
         return len(self._active)
@@ -220,8 +141,10 @@ class Transfers:
 
     def start(self, command: TransferCommand, *, received_s: float) -> None:
         """Begin a transfer; a command that cannot work ends at the next advance()."""
-        if command.transfer_id in self._active:
-            logger.warning("transfer %d is already under way; the second command is dropped", command.transfer_id)
+        if command.transfer_id in self._active or command.transfer_id in self._ended:
+            logger.warning(
+                "transfer %d has been begun or cancelled before; its command is dropped", command.transfer_id
+            )
             return
         transfer = _Transfer(command=command, started_s=received_s)
         self._active[command.transfer_id] = transfer
@@ -231,10 +154,14 @@ class Transfers:
             self._end(transfer, TransferState.FAILED, f"start with {command.peer_instance_id}: {error}")
 
     def cancel(self, transfer_id: int) -> None:
-        """Post no more of a transfer. Unknown ids are ignored."""
+        """Post no more of a transfer; one that has ended is reported again, one that never began as cancelled."""
         transfer = self._active.get(transfer_id)
         if transfer is not None:
             self._end(transfer, TransferState.CANCELLED, "cancelled")
+        elif transfer_id in self._ended:
+            self._on_event(self._ended[transfer_id])
+        else:
+            self._tell(self._event(transfer_id, TransferState.CANCELLED, "cancelled before it began"))
 
     def cancel_all(self, reason: str) -> None:
         """Post no more of any."""
@@ -257,9 +184,11 @@ class Transfers:
                     has_moved |= self._attempt(step, transfer, part)
         for transfer in list(self._active.values()):
             has_moved |= self._finish(transfer)
+        for transfer in list(self._late):
+            has_moved |= self._advance_late(transfer)
         return has_moved
 
-    def _make_parts(self, command: TransferCommand) -> list[_Part]:
+    def _make_parts(self, command: TransferCommand) -> list[Part]:
         if command.executing_instance_id != self._own.instance_id:
             raise ValueError(
                 f"{command.mode} is executed by {command.executing_instance_id}, not by {self._own.instance_id}"
@@ -268,7 +197,7 @@ class Transfers:
         if links is None:
             raise TransportError(f"{self._own.instance_id} is not connected to it; connect() comes first")
         return [
-            _Part(
+            Part(
                 link=share.link,
                 peer=share.link.peer(),
                 budget=self._budget,
@@ -284,7 +213,7 @@ class Transfers:
             for share in choose_shares(self._own, links, command.mode)
         ]
 
-    def _attempt(self, step: Callable[[_Transfer, _Part], bool], transfer: _Transfer, part: _Part) -> bool:
+    def _attempt(self, step: Callable[[_Transfer, Part], bool], transfer: _Transfer, part: Part) -> bool:
         """Do a step of a part; True when it moved or failed."""
         failure: ConnectorError
         try:
@@ -298,17 +227,17 @@ class Transfers:
         self._end(transfer, TransferState.FAILED, f"{transfer.command.mode} with {part.link.name}: {failure}")
         return True
 
-    def _reap(self, _transfer: _Transfer, part: _Part) -> bool:
+    def _reap(self, _transfer: _Transfer, part: Part) -> bool:
         return part.reap()
 
-    def _post(self, transfer: _Transfer, part: _Part) -> bool:
+    def _post(self, transfer: _Transfer, part: Part) -> bool:
         if not self._may_post(transfer, part):
             return False
         transfer.num_bytes += part.post(transfer.command.mode)
         self._active[transfer.command.transfer_id] = self._active.pop(transfer.command.transfer_id)  # others come first
         return True
 
-    def _may_post(self, transfer: _Transfer, part: _Part) -> bool:
+    def _may_post(self, transfer: _Transfer, part: Part) -> bool:
         has_room = len(part.flushes) < self._limits.num_batches_in_flight
         if transfer.ending is not None or part.num_posted == len(part.batches) or not has_room:
             return False
@@ -320,7 +249,7 @@ class Transfers:
         """Report what has ended, end what is late; True when it did either."""
         if transfer.ending is None and all(part.is_done for part in transfer.parts):
             self._report(transfer, TransferState.DONE, "")
-        elif transfer.ending is not None and not any(part.flushes for part in transfer.parts):
+        elif transfer.ending is not None and not transfer.is_pending:
             self._report(transfer, transfer.ending, transfer.reason)
         elif time.monotonic() < transfer.deadline_s:
             return False
@@ -334,12 +263,37 @@ class Transfers:
         return True
 
     def _give_up(self, transfer: _Transfer) -> None:
-        """What was posted does not end: drop the connections that hold it."""
+        """What was posted does not end: leave its connections to it, and go on without."""
         for part in transfer.parts:
             if part.flushes:
                 transfer.reason += f"; connection to {part.link.name} dropped, it did not quiesce"
-                transfer.drop(part)
+                if part.peer.is_direct:
+                    transfer.drop(part)
+                else:
+                    part.write_off()
+                    part.link.retire(part.peer)
         self._report(transfer, TransferState.FAILED, transfer.reason)
+        if transfer.is_pending:
+            self._late.append(transfer)
+
+    def _advance_late(self, transfer: _Transfer) -> bool:
+        """Look whether the last bytes of a reported transfer have landed; True once it is known what became of them."""
+        for part in transfer.parts:
+            try:
+                part.reap()
+            except TransportError:
+                transfer.drop(part)
+        if transfer.is_pending:
+            return False
+        self._late.remove(transfer)
+        in_use = [part.peer for one in (*self._active.values(), *self._late) for part in one.parts]
+        for part in transfer.parts:
+            if part.peer not in in_use:
+                part.link.drop(part.peer)
+        event = self._ended.get(transfer.command.transfer_id)
+        if event is not None:
+            self._tell(dataclasses.replace(event, is_quiesced=transfer.is_quiesced, is_watched=False))
+        return True
 
     def _end(self, transfer: _Transfer, state: TransferState, reason: str) -> None:
         """Post no more; report once what was posted has landed or its link is closed."""
@@ -351,16 +305,33 @@ class Transfers:
         del self._active[transfer.command.transfer_id]
         if state is TransferState.FAILED:
             logger.warning("transfer %d failed on rank %d: %s", transfer.command.transfer_id, self._rank, reason)
-        self._on_event(
-            TransferEvent(
-                transfer_id=transfer.command.transfer_id,
-                instance_id=self._own.instance_id,
-                rank=self._rank,
-                state=state,
+        event = self._event(transfer.command.transfer_id, state, reason)
+        self._tell(
+            dataclasses.replace(
+                event,
                 num_bytes=transfer.num_bytes,
                 num_runs=sum(len(part.batches.lengths) for part in transfer.parts),
                 duration_s=time.monotonic() - transfer.started_s,
-                reason=reason,
-                is_quiesced=transfer.is_quiesced,
+                is_quiesced=transfer.is_quiesced and not transfer.is_pending,
+                is_watched=transfer.is_pending,
             )
         )
+
+    def _event(self, transfer_id: int, state: TransferState, reason: str) -> TransferEvent:
+        """The report of a transfer that has moved nothing."""
+        return TransferEvent(
+            transfer_id=transfer_id,
+            instance_id=self._own.instance_id,
+            rank=self._rank,
+            state=state,
+            num_bytes=0,
+            num_runs=0,
+            duration_s=0.0,
+            reason=reason,
+        )
+
+    def _tell(self, event: TransferEvent) -> None:
+        self._ended[event.transfer_id] = event
+        if len(self._ended) > NUM_ENDED_KEPT:
+            del self._ended[next(iter(self._ended))]
+        self._on_event(event)

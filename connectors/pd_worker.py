@@ -77,6 +77,7 @@ class PdWorker:
         self._messages: queue.SimpleQueue[Callable[[Transfers], None]] = queue.SimpleQueue()
         self._transfers: Transfers | None = None  # the transfer thread's
         self._is_closing = False
+        self._turned_s = 0.0  # when the transfer thread last went round
         self._thread: threading.Thread | None = None
 
     # --- the model's thread
@@ -123,6 +124,7 @@ class PdWorker:
         self._transfers = transfers
         name = f"transfer-{self._identity.instance_id}-{self._identity.rank}"
         self._thread = threading.Thread(target=self._run, args=(transfers,), name=name, daemon=True)
+        self._turned_s = time.monotonic()
         self._thread.start()
         return handshake.encode_endpoint(self._own)
 
@@ -175,7 +177,7 @@ class PdWorker:
             )
 
     def cancel(self, transfer_id: int) -> None:
-        """Stop a transfer: its event comes once no byte of it can land any more. Unknown ids are ignored."""
+        """Stop a transfer: its event comes once no byte of it can land any more; again, if it has come before."""
         self._post(lambda transfers: transfers.cancel(transfer_id))
 
     def close(self) -> None:
@@ -201,6 +203,12 @@ class PdWorker:
         return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
 
     @property
+    def stuck_s(self) -> float:
+        """For how long the transfer thread has not gone round; up to idle_wait_s when all is well. Any thread."""
+        is_running = self._thread is not None and self._thread.is_alive() and not self._is_closing
+        return time.monotonic() - self._turned_s if is_running else 0.0
+
+    @property
     def _name(self) -> str:
         return f"{self._identity.instance_id}[rank {self._identity.rank}]"
 
@@ -213,6 +221,7 @@ class PdWorker:
     def _run(self, transfers: Transfers) -> None:
         try:
             while True:
+                self._turned_s = time.monotonic()
                 self._take_messages(transfers)
                 if self._is_closing and not transfers:
                     return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -110,6 +111,14 @@ class ConnectorConfig:
     transfer_timeout_s: float = 30.0
     load_failure_policy: str = "recompute"  # or "fail"
     checksums: bool = False  # compare both ends of every batch that was ferried; costs a read of it on either side
+    ucx_options: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by UCX's names without UCX_
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HealthConfig:
+    """When an instance is given up."""
+
+    silence_limit_s: float = 10.0  # without a sign of life of one of its ranks, which come every second
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +140,7 @@ class DeploymentConfig:
     instances: tuple[InstanceConfig, ...]
     connector: ConnectorConfig
     api: ApiConfig
+    health: HealthConfig = HealthConfig()
     device: Device = Device.CPU
 
 

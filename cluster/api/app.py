@@ -124,8 +124,8 @@ def _add_information(app: FastAPI, state: ApiState) -> None:
     async def health() -> Response:
         """200 while requests can be answered, 503 otherwise."""
         snapshot = await _snapshot(state.engine)
-        if snapshot is None or not snapshot.get("healthy", True):
-            reason = "the engine does not answer" if snapshot is None else "an instance has failed"
+        if snapshot is None or not snapshot.get("is_serving", True):
+            reason = "the engine does not answer" if snapshot is None else "too few instances are left"
             raise ApiError(f"{reason}; see `blockferry status`", status=503, code="unhealthy")
         return Response()
 

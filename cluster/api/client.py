@@ -59,5 +59,5 @@ class EngineClient(Protocol):
         {"instances": [{"instance_id": str, "role": str, "num_running": int, "num_waiting": int,
                         "usage": float, "num_preemptions": int,     # usage: share of KV blocks held
                         "num_queried_tokens": int, "num_hit_tokens": int}],     # of the prefix cache
-         "healthy": bool}
+         "is_serving": bool}    # whether new requests can be run
         """

@@ -170,7 +170,7 @@ class CentralScheduler:
         self._failures[instance_id] = reason
         instance = self._instances[instance_id]
         message = f"instance {instance_id} failed: {reason}"
-        output = self._finish_failed(self._handoffs.lose_source(instance, message))
+        output = self._finish_failed(self._handoffs.lose(instance, message))
         targeted = self._handoffs.handles_bound_for(instance)
         doomed = [
             ticket for ticket in self._tickets.values() if _is_on(ticket, instance_id) or ticket.handle in targeted
@@ -180,6 +180,10 @@ class CentralScheduler:
         instance.kv.take_copies()  # no step will do them: what they hold goes back
         errors = tuple(self._finish(ticket, FinishReason.ERROR, message=message) for ticket in doomed)
         return StepOutput(finished=output.finished + errors)
+
+    def instance_gone(self, instance_id: str) -> None:
+        """No process of a failed instance is left, so that nothing new is on its way from it."""
+        self._handoffs.gone(self._instances[instance_id], self._clock())
 
     # reports
 

@@ -12,7 +12,7 @@
                                     (else: P's blocks go at once, D's are held)
                                                    |
                                                    v
-                                               QUIESCING -- no transfer under way, or time is up --> (gone)
+                                               QUIESCING -- no byte can land any more --> (gone)
 
 Transfers begin once the fence has passed: the D steps that may still write D's blocks have retired. With overlap they
 begin in RESERVED, piece by piece as P computes; without, in FERRYING. Any number may be under way.
@@ -22,7 +22,11 @@ computed. Policy fail ends the request, policy recompute lets it wait on D to be
 blocks are those that come after the prompt, which may lack what the prompt itself reads (windows, states).
 
 QUIESCING         a byte may still land in D's blocks, so they are held. The request has left: it ended, or waits on D,
-                  or waits on P for another try. P's blocks were given back: whatever is read of them now, nobody uses
+                  or waits on P for another try. P's blocks were given back: whatever is read of them now, nobody uses.
+                  No byte can land any more when every rank has said so of every transfer; where one cannot say, as its
+                  connection failed or its process is gone, hold_s after that. Time alone frees nothing while the
+                  instance that moves the bytes lives: it may be frozen, and go on where it was. It answers, or it is
+                  given up and its processes are ended
 
 Owns nothing but the values; transfers.py moves them from state to state.
 """
@@ -62,6 +66,8 @@ class HandoffOptions:
     overlap: Overlap = Overlap.NONE
     lease_s: float = 60.0  # from the computed prompt, or the last piece sent: then its blocks are no longer waited for
     transfer_timeout_s: float = 30.0
+    # how long bytes of a failed connection or an ended process may be on their way; a frozen D is given up sooner
+    hold_s: float = 90.0
     load_failure_policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE
 
 
@@ -95,7 +101,7 @@ class Handoff:
     num_sent: int = 0  # tokens of the prompt that have travelled, are under way or need not travel
     under_way: dict[int, tuple[TransferPart, ...]] = dataclasses.field(default_factory=dict)  # by transfer_id
     failure: str = ""  # why not all of it will arrive; nothing more is sent
-    may_land_late: bool = False  # a dropped connection may hold bytes: only time makes D's blocks safe
+    late: dict[int, float] = dataclasses.field(default_factory=dict)  # ended, not quiesced: when D's blocks are safe
     first_token_id: int | None = None
     ready_s: float = 0.0  # when the prompt was computed
     lease_ends_s: float = 0.0

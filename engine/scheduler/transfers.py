@@ -12,11 +12,12 @@ When a piece of a prompt may travel (P's steps; the fence on D apart):
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
 
-from blockferry.connectors.base import Overlap, TransferCommand, TransferEvent, TransferState
+from blockferry.connectors.base import Overlap, TransferCommand, TransferEvent, TransferMode, TransferState
 from blockferry.connectors.pd_scheduler import PdScheduler, TransferOutcome
 from blockferry.engine.scheduler.ferried import Piece, ferried_parts, part_bytes, piece_of, whole_bytes
 from blockferry.engine.scheduler.handoff import (
@@ -40,7 +41,9 @@ class Handoffs:
         self._by_handle: dict[int, Handoff] = {}  # of requests that still depend on it
         self._sending: list[Handoff] = []  # those that launch() looks at
         self._quiescing: list[Handoff] = []
-        self._moving: dict[int, Handoff] = {}  # by transfer_id, of any state
+        self._moving: dict[int, Handoff] = {}  # by transfer_id, of any state, until no byte can land any more
+        self._lost: set[str] = set()  # failed instances
+        self._gone_s: dict[str, float] = {}  # when the last process of a failed instance had ended
         self._commands: list[TransferCommand] = []
         self._cancels: list[tuple[str, int]] = []
 
@@ -143,12 +146,19 @@ class Handoffs:
         self._release_target(handoff)
         return True
 
-    def lose_source(self, instance: Instance, reason: str) -> list[HandoffFailed]:
-        """A prefill instance failed: prompts that it had computed follow the policy, others stay the caller's."""
+    def lose(self, instance: Instance, reason: str) -> list[HandoffFailed]:
+        """An instance failed: prompts that it had computed for others follow the policy, others stay the caller's."""
+        self._lost.add(instance.instance_id)
+        for handoff in list(self._quiescing):
+            self._release_if_quiet(handoff)
         failed: list[HandoffFailed] = []
         for handoff in self._ferrying(lambda one: one.source is instance):
             failed += self._give_up(handoff, reason)
         return failed
+
+    def gone(self, instance: Instance, now_s: float) -> None:
+        """No process of a failed instance is left: what it had posted is all that may still land."""
+        self._gone_s[instance.instance_id] = now_s
 
     def handles_bound_for(self, instance: Instance) -> set[int]:
         """Handles of unfinished requests that wait to be handed over to an instance."""
@@ -200,16 +210,21 @@ class Handoffs:
 
     def _conclude(self, outcome: TransferOutcome, now_s: float) -> list[HandoffFailed]:
         """A transfer has ended, in whatever state its hand-off is."""
-        handoff = self._moving.pop(outcome.transfer_id, None)
+        handoff = self._moving.get(outcome.transfer_id)
         if handoff is None:
             return []
-        del handoff.under_way[outcome.transfer_id]
-        handoff.num_bytes += outcome.num_bytes
-        handoff.may_land_late |= not outcome.is_quiesced
+        is_known = handoff.under_way.pop(outcome.transfer_id, None) is None
+        if outcome.is_quiesced:
+            handoff.late.pop(outcome.transfer_id, None)
+            del self._moving[outcome.transfer_id]
+        else:
+            handoff.late[outcome.transfer_id] = math.inf if outcome.is_watched else now_s + self._options.hold_s
+        if not is_known:
+            handoff.num_bytes += outcome.num_bytes
         if handoff.state is HandoffState.QUIESCING:
             self._release_if_quiet(handoff)
             return []
-        if outcome.state is not TransferState.DONE:
+        if outcome.state is not TransferState.DONE and not is_known:
             return self._break(handoff, outcome.reason or f"the transfer was {outcome.state}")
         self._deliver_if_complete(handoff, now_s)
         return []
@@ -266,26 +281,35 @@ class Handoffs:
         self._release_if_quiet(handoff)
 
     def _cancel(self, handoff: Handoff) -> None:
-        for transfer_id in handoff.under_way:
+        for transfer_id in (*handoff.under_way, *handoff.late):
             command = self._connector.command(transfer_id)
             if command is not None:
                 self._cancels.append((command.executing_instance_id, transfer_id))
 
     def _release_if_quiet(self, handoff: Handoff) -> None:
-        if not handoff.under_way and not handoff.may_land_late:
+        is_quiet = not handoff.under_way and not handoff.late
+        if is_quiet or handoff.target.instance_id in self._lost:  # nobody uses a lost instance's blocks
             self._release(handoff)
 
     def _release(self, handoff: Handoff) -> None:
         self._quiescing.remove(handoff)
-        for transfer_id in handoff.under_way:
+        for transfer_id in (*handoff.under_way, *handoff.late):
             del self._moving[transfer_id]
+            self._connector.forget(transfer_id)
         handoff.target.drop(handoff.target_sequence)
 
     def _bury(self, now_s: float) -> None:
-        """Take back what quiescing hand-offs hold when lease and one timeout are over: nobody moves it any more."""
+        """Take back what quiescing hand-offs hold where nobody is left to say that no byte can land."""
         for handoff in list(self._quiescing):
-            if now_s >= handoff.lease_ends_s + self._options.transfer_timeout_s:
+            if now_s >= self._safe_s(handoff):
                 self._release(handoff)
+
+    def _safe_s(self, handoff: Handoff) -> float:
+        """When no byte of a hand-off's transfers can land any more; infinite while somebody may tell, or may move."""
+        executing = handoff.target if self._connector.mode is TransferMode.PULL else handoff.source
+        gone_s = self._gone_s.get(executing.instance_id, math.inf) + self._options.hold_s
+        unsaid = [gone_s for _ in handoff.under_way]
+        return max(*unsaid, *(min(safe_s, gone_s) for safe_s in handoff.late.values()), 0.0, 0.0)
 
     def _ferrying(self, condition: Callable[[Handoff], bool]) -> list[Handoff]:
         """Hand-offs of unfinished requests whose prompt is computed and that meet a condition."""

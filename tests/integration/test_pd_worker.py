@@ -1,5 +1,6 @@
 """Blocks between processes over UCX: shared memory, TCP, and peers that die or freeze on the way."""
 
+import dataclasses
 import os
 import sys
 import time
@@ -135,9 +136,44 @@ def test_a_peer_frozen_under_way_fails_the_transfer_at_its_deadline(open_process
     executing.ask("start", command(BIG_IDS, BIG_IDS[::-1], 8_000, mode=mode, deadline_s=1.0))
     (event,) = executing.ask("events")
     assert event.state is TransferState.FAILED
-    assert event.is_quiesced is (mode is TransferMode.PULL)  # what was pushed lies in the frozen peer's socket
+    assert not event.is_quiesced  # it lies in sockets: the frozen peer's, or the reader's when the answer comes
     assert time.monotonic() - started_s < 8.0
     assert executing.close() == 0
+
+
+@pytest.mark.parametrize("mode", list(TransferMode))
+def test_a_peer_that_wakes_after_the_deadline_lives_and_what_it_held_is_reported_as_landed(open_process, mode):
+    prefill, decode = (open_process(name, [BIG], "tcp") for name in ("p0", "d0"))
+    executing = join(prefill, decode, mode)
+    peer = decode if executing is prefill else prefill
+    prefill.ask("fill", ([3, 9], 32))
+    peer.freeze()
+    executing.ask("start", command(BIG_IDS, BIG_IDS[::-1], 8_000, mode=mode, deadline_s=0.2))
+    (late,) = executing.ask("events")
+    executing.ask("start", command([3, 9], [5, 6], 32, mode=mode, transfer_id=2))  # a connection of its own
+    peer.thaw()
+    events = [executing.ask("events")[0] for _ in range(2)]
+    landed = dataclasses.replace(late, is_quiesced=True, is_watched=False)
+    assert landed in events
+    assert {event.state for event in events if event != landed} == {TransferState.DONE}
+    assert decode.ask("count_wrong", ([5, 6], 32)) == 0
+    assert executing.close() == 0
+    assert peer.close() == 0
+
+
+@pytest.mark.parametrize("mode", list(TransferMode))
+def test_late_bytes_of_a_killed_peer_are_never_called_landed_while_writes_may_be_on_their_way(open_process, mode):
+    prefill, decode = (open_process(name, [BIG], "tcp") for name in ("p0", "d0"))
+    executing = join(prefill, decode, mode)
+    peer = decode if executing is prefill else prefill
+    peer.freeze()
+    executing.ask("start", command(BIG_IDS, BIG_IDS[::-1], 8_000, mode=mode, deadline_s=0.2))
+    (late,) = executing.ask("events")
+    assert not late.is_quiesced
+    peer.kill()
+    (event,) = executing.ask("events")
+    is_read = mode is TransferMode.PULL  # its answers reach nobody once the connection is closed
+    assert event == dataclasses.replace(late, is_quiesced=is_read, is_watched=False)
 
 
 @pytest.mark.parametrize("path", PATHS)

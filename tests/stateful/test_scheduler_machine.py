@@ -124,7 +124,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 actions[choice % 3](instance_ids[choice // 3])
             elif choice == len(pace) - 1:
                 self.abort_one(int(generator.integers(self.next_handle + 1)))
-            elif finishable := [one for one in cluster.transfers if cluster.can_finish(one)]:
+            elif finishable := [one for one in cluster.transfers if one.ranks_left and cluster.can_finish(one)]:
                 cluster.finish_transfer(cluster.transfers.index(finishable[generator.integers(len(finishable))]))
             cluster.check()
 
@@ -195,18 +195,42 @@ class FerryingMachine(SchedulerMachine):
             Route(prefill=shape.instance_id, decode=shape.instance_id) for shape in p_shapes + d_shapes
         ]
 
-    @precondition(lambda self: self.cluster.transfers)
-    @rule(data=st.data(), state=st.sampled_from([*TransferState, TransferState.DONE, TransferState.DONE]))
-    def report(self, data, state):
-        index = data.draw(st.integers(0, len(self.cluster.transfers) - 1))
-        if state is not TransferState.DONE or self.cluster.can_finish(self.cluster.transfers[index]):
-            is_quiesced = state is not TransferState.FAILED or data.draw(st.booleans())
-            self.cluster.finish_transfer(index, state, is_quiesced=is_quiesced)
+    @precondition(lambda self: any(one.watched for one in self.cluster.transfers))
+    @rule(data=st.data(), has_landed=st.booleans())
+    def report_again(self, data, has_landed):
+        watched = [number for number, one in enumerate(self.cluster.transfers) if one.watched]
+        self.cluster.finish_watched(data.draw(st.sampled_from(watched)), has_landed=has_landed)
 
-    @precondition(lambda self: self.cluster.transfers)
+    @precondition(lambda self: self.cluster.strays)
+    @rule()
+    def land_strays(self):
+        self.cluster.spoil_with_strays()
+
+    @precondition(lambda self: self.cluster.dying)
+    @rule()
+    def end_processes(self):
+        self.cluster.end_processes(sorted(self.cluster.dying)[0])
+
+    @precondition(lambda self: any(one.ranks_left for one in self.cluster.transfers))
+    @rule(
+        data=st.data(),
+        state=st.sampled_from([*TransferState, TransferState.DONE, TransferState.DONE]),
+        is_lost=st.sampled_from([False, False, False, True]),
+    )
+    def report(self, data, state, is_lost):
+        index = data.draw(st.sampled_from([i for i, one in enumerate(self.cluster.transfers) if one.ranks_left]))
+        if state is TransferState.DONE and not self.cluster.can_finish(self.cluster.transfers[index]):
+            return
+        is_quiesced = state is not TransferState.FAILED or data.draw(st.booleans())
+        is_watched = not is_quiesced and data.draw(st.booleans())
+        self.cluster.finish_transfer(
+            index, state, is_quiesced=is_quiesced, is_watched=is_watched, is_lost=is_lost and is_quiesced
+        )
+
+    @precondition(lambda self: any(one.is_moving for one in self.cluster.transfers))
     @rule(data=st.data())
     def land_some_bytes(self, data):
-        self.cluster.spoil(data.draw(st.sampled_from(self.cluster.transfers)))
+        self.cluster.spoil(data.draw(st.sampled_from([one for one in self.cluster.transfers if one.is_moving])))
 
     @rule(data=st.data())
     def obey_cancels(self, data):

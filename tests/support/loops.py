@@ -46,6 +46,7 @@ class InstantFerry:
         self._report = report
         self.state = TransferState.DONE
         self.commands: list[TransferCommand] = []
+        self.stuck_for_s = 0.0
 
     def start(self, command: TransferCommand) -> None:
         self.commands.append(command)
@@ -64,6 +65,10 @@ class InstantFerry:
 
     def cancel(self, transfer_id: int) -> None:
         """Nothing is ever under way."""
+
+    @property
+    def stuck_s(self) -> float:
+        return self.stuck_for_s
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -89,7 +94,13 @@ class Rig:
 
 
 @contextlib.contextmanager
-def running_loops(roles: dict[str, Role], timing: LoopTiming | None = None, **options: object) -> Iterator[Rig]:
+def running_loops(
+    roles: dict[str, Role],
+    timing: LoopTiming | None = None,
+    *,
+    end_instance: Callable[[str], None] = lambda _instance_id: None,
+    **options: object,
+) -> Iterator[Rig]:
     """Instances by name; everything has connected on entry and has ended afterwards."""
     is_ferrying = Role.MIXED not in roles.values()
     settings = SchedulerSettings(
@@ -101,7 +112,7 @@ def running_loops(roles: dict[str, Role], timing: LoopTiming | None = None, **op
         has_remote_ranks=False,
         timing=timing or LoopTiming(),
     )
-    scheduler = build_loop(settings, bind_host="127.0.0.1")
+    scheduler = build_loop(settings, bind_host="127.0.0.1", end_instance=end_instance)
     scheduler_thread = threading.Thread(target=scheduler.run, name="scheduler")
     scheduler_thread.start()
     ranks = {name: _rank(name, scheduler) for name in roles}

@@ -94,6 +94,9 @@ class InstanceProcess:
     def freeze(self):
         os.kill(self._process.pid, signal.SIGSTOP)
 
+    def thaw(self):
+        os.kill(self._process.pid, signal.SIGCONT)
+
     def close(self):
         """Ends the process; its exit code, negative for a signal. Idempotent."""
         if self._exit_code is not None:

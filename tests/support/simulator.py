@@ -28,15 +28,29 @@ __all__ = ["VOCAB_SIZE", "Shape", "SimCluster", "SimTransfer", "make_instance", 
 
 @dataclasses.dataclass(slots=True)
 class SimTransfer:
-    """A command under way, once per executing rank."""
+    """A command under way, once per executing rank. Its bytes may land until every rank has reported, however late."""
 
     command: TransferCommand
     ranks_left: list[int]
     issued_s: float
+    watched: list[TransferEvent] = dataclasses.field(default_factory=list)  # reports that will come again
 
-    def can_land(self, now_s: float) -> bool:
-        """Ranks give up at their deadline: later no byte lands any more."""
+    @property
+    def is_moving(self) -> bool:
+        """Whether its bytes may land."""
+        return bool(self.ranks_left) or any(event.is_watched for event in self.watched)
+
+    def is_in_time(self, now_s: float) -> bool:
+        """Whether it can still succeed."""
         return now_s <= self.issued_s + self.command.deadline_s
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stray:
+    """Bytes of a failed connection or an ended process: they may land until then."""
+
+    command: TransferCommand
+    until_s: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,10 +85,12 @@ class SimCluster:
         mode: TransferMode = TransferMode.PUSH,
         lease_s: float = 60.0,
         transfer_timeout_s: float = 30.0,
+        hold_s: float = 90.0,
         load_failure_policy: str = "recompute",
         overlap: Overlap = Overlap.NONE,
     ) -> None:
         self.now_s = 1000.0
+        self.hold_s = hold_s
         self.max_model_len = max_model_len
         self.instances = {shape.instance_id: make_instance(shape, max_model_len) for shape in shapes}
         connector = None
@@ -87,6 +103,7 @@ class SimCluster:
                 overlap=overlap,
                 lease_s=lease_s,
                 transfer_timeout_s=transfer_timeout_s,
+                hold_s=hold_s,
                 load_failure_policy=LoadFailurePolicy(load_failure_policy),
             ),
             clock=lambda: self.now_s,
@@ -98,7 +115,9 @@ class SimCluster:
         self.plans = {shape.instance_id: collections.deque() for shape in shapes}
         self.results = {shape.instance_id: collections.deque() for shape in shapes}
         self.transfers: list[SimTransfer] = []
+        self.strays: list[Stray] = []
         self.failed: set[str] = set()
+        self.dying: set[str] = set()  # failed, and their processes live
         self.requests: dict[int, Request] = {}
         self.tokens: dict[int, list[int]] = collections.defaultdict(list)
         self.logprobs: dict[int, list] = collections.defaultdict(list)
@@ -159,16 +178,20 @@ class SimCluster:
         return command.after_step is None or self.workers[command.src_instance_id].last_step >= command.after_step
 
     def finish_transfer(
-        self, index: int = 0, state: TransferState = TransferState.DONE, *, is_quiesced: bool = True
+        self,
+        index: int = 0,
+        state: TransferState = TransferState.DONE,
+        *,
+        is_quiesced: bool = True,
+        is_watched: bool = False,
+        is_lost: bool = False,
     ) -> None:
-        """One rank of a transfer ends. Failed ones leave garbage behind."""
+        """One rank of a transfer ends. Failed ones leave garbage behind. The report may get lost."""
         transfer = self.transfers[index]
         rank = transfer.ranks_left.pop(0)
-        if not transfer.ranks_left:
-            del self.transfers[index]
         command = transfer.command
         assert state is not TransferState.DONE or self.can_finish(transfer), "done before it was computed"
-        if state is TransferState.DONE and not transfer.can_land(self.now_s):
+        if state is TransferState.DONE and not transfer.is_in_time(self.now_s):
             state = TransferState.FAILED
         if state is TransferState.DONE:
             self._move(command)  # every rank moves all of it
@@ -184,8 +207,32 @@ class SimCluster:
             duration_s=0.01,
             reason="" if state is TransferState.DONE else "the simulator said so",
             is_quiesced=is_quiesced,
+            is_watched=is_watched,
         )
+        if is_watched:
+            transfer.watched.append(event)
+        elif not is_quiesced:
+            self.strays.append(Stray(command, self.now_s + self.hold_s))
+        elif is_lost:
+            transfer.watched.append(event)  # a cancel will ask for it
+        self._forget_ended()
+        if not is_lost:
+            self.absorb(self.central.on_transfer(event))
+
+    def finish_watched(self, index: int = 0, *, has_landed: bool = True) -> None:
+        """What a network or a frozen peer held has landed, or its connection has failed."""
+        transfer = self.transfers[index]
+        event = transfer.watched.pop(0)
+        if event.is_watched:
+            self.spoil(transfer)
+            event = dataclasses.replace(event, is_watched=False, is_quiesced=has_landed)
+        if not event.is_quiesced:
+            self.strays.append(Stray(transfer.command, self.now_s + self.hold_s))
+        self._forget_ended()
         self.absorb(self.central.on_transfer(event))
+
+    def _forget_ended(self) -> None:
+        self.transfers = [one for one in self.transfers if one.ranks_left or one.watched]
 
     def obey_cancels(self) -> None:
         """Ranks give up what they were told to give up."""
@@ -193,22 +240,37 @@ class SimCluster:
         for transfer in [one for one in self.transfers if one.command.transfer_id in cancelled]:
             while transfer.ranks_left:
                 self.finish_transfer(self.transfers.index(transfer), TransferState.CANCELLED)
+            while transfer.watched and not transfer.watched[0].is_watched:
+                self.finish_watched(self.transfers.index(transfer))
 
     def fail(self, instance_id: str) -> None:
-        """An instance dies: its plans are lost and its ranks report nothing more."""
+        """An instance is given up: its plans are lost. Its processes may go on moving bytes, until they are ended."""
         self.failed.add(instance_id)
         self.plans[instance_id].clear()
         self.results[instance_id].clear()
-        self.transfers = [one for one in self.transfers if one.command.executing_instance_id != instance_id]
+        self.dying.add(instance_id)
         self.absorb(self.central.fail_instance(instance_id, "the simulator killed it"))
 
-    def spoil(self, transfer: SimTransfer) -> None:
+    def end_processes(self, instance_id: str) -> None:
+        """The last process of a failed instance ends; what it had posted may be on its way."""
+        self.dying.discard(instance_id)
+        for transfer in list(self.transfers):
+            if transfer.command.executing_instance_id == instance_id:
+                self.transfers.remove(transfer)
+                self.strays.append(Stray(transfer.command, self.now_s + self.hold_s))
+        self.central.instance_gone(instance_id)
+
+    def spoil(self, transfer: SimTransfer | Stray) -> None:
         """Bytes of an unfinished transfer land."""
-        if not transfer.can_land(self.now_s):
-            return
         cache = self.workers[transfer.command.dst_instance_id].cache
         for part in transfer.command.parts:
             cache.receive(part, GARBAGE)
+
+    def spoil_with_strays(self) -> None:
+        """Bytes that nobody knows of any more land."""
+        self.strays = [stray for stray in self.strays if self.now_s < stray.until_s]
+        for stray in self.strays:
+            self.spoil(stray)
 
     def _move(self, command: TransferCommand) -> None:
         source = self.workers[command.src_instance_id].cache
@@ -224,9 +286,15 @@ class SimCluster:
             has_moved |= self.plan(instance_id) is not None
             has_moved |= self.execute(instance_id)
             has_moved |= self.commit(instance_id)
-        while finishable := [one for one in self.transfers if self.can_finish(one)]:
+        for instance_id in list(self.dying):
+            self.end_processes(instance_id)
+        while finishable := [one for one in self.transfers if one.ranks_left and self.can_finish(one)]:
             self.finish_transfer(self.transfers.index(finishable[0]))
             has_moved = True
+        while self.transfers and self.transfers[0].watched:
+            self.finish_watched()
+            has_moved = True
+        self.spoil_with_strays()
         return has_moved
 
     def drain(self, *, max_steps: int = 5000) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from support.simulator import Shape, SimCluster
 
-from blockferry.connectors.base import Overlap, TransferMode, TransferState
+from blockferry.connectors.base import Overlap, TransferEvent, TransferMode, TransferState
 from blockferry.engine.config import Role
 from blockferry.engine.request import FinishReason
 from blockferry.engine.scheduler.outputs import Route
@@ -230,13 +230,75 @@ def test_abort_holds_the_decode_blocks_until_the_transfer_has_quiesced():
     cluster.check_all_free()
 
 
-def test_abort_of_a_silent_transfer_frees_blocks_after_lease_and_timeout():
-    cluster = ferrying(lease_s=60.0, transfer_timeout_s=30.0)
+def test_blocks_of_a_silent_transfer_are_held_as_long_as_the_instance_that_moves_them_lives():
+    cluster = ferrying(hold_s=50.0)
     cluster.abort(0)
-    cluster.tick(89.0)
+    cluster.tick(1e5)  # it may be frozen, and go on where it was
+    assert held(cluster, "d") == 3
+    cluster.fail("p")
+    cluster.tick(1e5)
+    assert held(cluster, "d") == 3
+    cluster.end_processes("p")
+    cluster.tick(49.0)
     assert held(cluster, "d") == 3
     cluster.tick(1.5)
     cluster.check_all_free()
+
+
+def test_a_lost_report_is_asked_for_and_frees_the_blocks():
+    cluster = ferrying(transfer_timeout_s=30.0)
+    cluster.finish_transfer(is_lost=True)
+    cluster.tick(36.0)
+    assert held(cluster, "d") == 3
+    cluster.obey_cancels()
+    assert held(cluster, "d") == 0
+    cluster.drain()
+    assert cluster.finished[0].reason is FinishReason.LENGTH
+    cluster.check_all_free()
+
+
+def test_bytes_that_a_frozen_peer_holds_keep_their_blocks_until_they_have_landed():
+    cluster = ferrying()
+    cluster.finish_transfer(state=TransferState.FAILED, is_quiesced=False, is_watched=True)
+    step(cluster, "d")
+    cluster.tick(1e5)
+    assert held(cluster, "d") == 6
+    cluster.finish_watched()
+    assert held(cluster, "d") == 3
+    cluster.drain()
+    cluster.check_all_free()
+
+
+def test_bytes_of_a_connection_that_fails_while_watched_keep_their_blocks_for_the_hold():
+    cluster = ferrying(hold_s=50.0)
+    cluster.abort(0)
+    cluster.finish_transfer(state=TransferState.FAILED, is_quiesced=False, is_watched=True)
+    cluster.tick(1e5)
+    cluster.finish_watched(has_landed=False)
+    cluster.tick(49.0)
+    assert held(cluster, "d") == 3
+    cluster.tick(1.5)
+    cluster.check_all_free()
+
+
+def test_a_report_that_comes_twice_counts_once():
+    cluster = ferrying()
+    cluster.finish_transfer()
+    event = TransferEvent(
+        transfer_id=1, instance_id="p", rank=0, state=TransferState.FAILED, num_bytes=0, num_runs=0, duration_s=0.0
+    )
+    cluster.absorb(cluster.central.on_transfer(event))
+    cluster.drain()
+    assert cluster.finished[0].stats.transfer_blocks == 3
+    cluster.check_all_free()
+
+
+def test_a_decode_instance_that_dies_keeps_no_hand_off():
+    cluster = ferrying()
+    cluster.fail("d")
+    assert cluster.finished[0].reason is FinishReason.ERROR
+    assert cluster.central.status()["handoffs"]["quiescing"] == 0
+    assert held(cluster, "p") == 0
 
 
 @pytest.mark.parametrize("num_steps", range(4))

@@ -211,6 +211,44 @@ async def test_silent_worker_is_declared_failed():
         client.close()
 
 
+async def test_rank_whose_transfer_thread_is_stuck_fails_its_instance():
+    with running_loops(PD) as rig:
+        client = await connected(rig)
+        rig.ranks["prefill-0"].ferry.stuck_for_s = 60.0
+
+        async def is_failed() -> bool:
+            return "transfer thread" in (await client.status())["reason"]
+
+        await until(is_failed)
+        client.close()
+
+
+async def test_processes_of_a_failed_instance_are_ended_once():
+    ended: list[str] = []
+    with running_loops({"mixed-0": Role.MIXED, "mixed-1": Role.MIXED}, end_instance=ended.append) as rig:
+        for _ in range(2):
+            rig.scheduler.report_failure("mixed-0", "it is frozen")
+        client = await connected(rig)
+        await finish(client)
+        client.close()
+    assert ended == ["mixed-0"]
+
+
+async def test_deployment_serves_as_long_as_every_role_has_an_instance():
+    with running_loops({"prefill-0": Role.PREFILL, "prefill-1": Role.PREFILL, "decode-0": Role.DECODE}) as rig:
+        client = await connected(rig)
+        for instance_id, is_serving in (("prefill-0", True), ("prefill-1", False)):
+            rig.scheduler.report_failure(instance_id, "its process has died")
+
+            async def is_noted(instance_id: str = instance_id) -> bool:
+                return instance_id in (await client.status())["reason"]
+
+            await until(is_noted)
+            status = await client.status()
+            assert (status["healthy"], status["is_serving"]) == (False, is_serving)
+        client.close()
+
+
 async def test_stopping_scheduler_ends_every_request_with_its_reason():
     with running_loops(MIXED) as rig:
         rig.ranks["mixed-0"].executor.delay_s = 0.01

@@ -68,20 +68,44 @@ def test_a_repeated_report_counts_once():
 
 def test_a_silent_rank_ends_the_transfer_unquiesced_after_the_grace():
     scheduler = make_scheduler()
-    command = begin(scheduler, now_s=100.0)
+    begin(scheduler, now_s=100.0)
     assert scheduler.expire(now_s=114.9) == ()
     (outcome,) = scheduler.expire(now_s=115.1)
     assert (outcome.state, outcome.is_quiesced) == (TransferState.FAILED, False)
-    assert scheduler.on_event(event(command, 0), now_s=116.0) is None
+    assert scheduler.num_active == 0
 
 
-def test_a_dead_executing_instance_ends_its_transfers_only():
+def test_reports_that_come_after_the_grace_tell_that_the_transfer_has_quiesced():
     scheduler = make_scheduler()
-    begin(scheduler)
-    assert scheduler.fail_instance("d0", now_s=1.0) == ()
-    (outcome,) = scheduler.fail_instance("p0", now_s=1.0)
-    assert outcome.is_quiesced
-    assert "p0" in outcome.reason
+    command = begin(scheduler, now_s=100.0)
+    scheduler.expire(now_s=116.0)
+    assert scheduler.command(command.transfer_id) is command  # the ranks can be asked
+    assert scheduler.on_event(event(command, 0), now_s=117.0) is None
+    assert scheduler.on_event(event(command, 1), now_s=118.0).is_quiesced
+    assert scheduler.on_event(event(command, 1), now_s=119.0) is None
+
+
+def test_a_watched_outcome_comes_again_once_its_bytes_have_landed():
+    scheduler = make_scheduler()
+    command = begin(scheduler)
+    late = event(command, 0, TransferState.FAILED, is_quiesced=False, is_watched=True)
+    scheduler.on_event(late, now_s=1.0)
+    first = scheduler.on_event(event(command, 1), now_s=2.0)
+    assert (first.is_quiesced, first.is_watched) == (False, True)
+    assert scheduler.on_event(late, now_s=3.0) is None
+    outcome = scheduler.on_event(event(command, 0, TransferState.FAILED), now_s=4.0)
+    assert (outcome.state, outcome.is_quiesced, outcome.is_watched) == (TransferState.FAILED, True, False)
+
+
+def test_a_watched_outcome_comes_again_when_its_connection_fails():
+    scheduler = make_scheduler(TransferMode.PULL)
+    command = begin(scheduler)
+    late = event(command, 0, TransferState.FAILED, is_quiesced=False, is_watched=True)
+    assert scheduler.on_event(late, now_s=1.0).is_watched
+    lost = event(command, 0, TransferState.FAILED, is_quiesced=False)
+    outcome = scheduler.on_event(lost, now_s=2.0)
+    assert (outcome.is_quiesced, outcome.is_watched) == (False, False)
+    assert scheduler.command(command.transfer_id) is None
 
 
 def test_a_report_of_an_instance_that_does_not_execute_is_ignored():

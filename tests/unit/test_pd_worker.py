@@ -153,10 +153,47 @@ def test_a_cancelled_transfer_reports_only_after_it_quiesced(pair):
     assert (decode.pools[0] == before).all()
 
 
-def test_a_cancel_of_an_unknown_transfer_is_ignored(pair):
-    pair[0].workers[0].cancel(99)
+def test_a_cancel_that_overtakes_its_command_is_answered_and_the_command_dropped(pair):
+    prefill, decode = pair
+    prefill.workers[0].cancel(1)
+    prefill.start(command([3, 1, 7], [5, 9, 2], 40))
+    prefill.start(command([3], [4], 16, transfer_id=2))
+    events = prefill.wait(2)
+    assert [(event.transfer_id, event.state) for event in events] == [
+        (1, TransferState.CANCELLED),
+        (2, TransferState.DONE),
+    ]
+    assert not decode.pools[0].reshape(32, -1)[[5, 9, 2]].any()
+
+
+def test_a_repeated_command_moves_nothing_into_blocks_that_may_have_other_owners(pair):
+    prefill, decode = pair
+    prefill.start(command([3, 1, 7], [5, 9, 2], 40))
+    prefill.wait()
+    decode.pools[0][:] = 0xEE
+    prefill.start(command([3, 1, 7], [5, 9, 2], 40))
+    prefill.start(command([], [], 0, transfer_id=2))
+    assert [event.transfer_id for event in prefill.wait()] == [2]
+    assert (decode.pools[0] == 0xEE).all()
+
+
+def test_a_lost_report_can_be_asked_for_with_a_cancel(pair):
     pair[0].start(command([3, 1, 7], [5, 9, 2], 40))
-    assert pair[0].wait()[0].state is TransferState.DONE
+    (report,) = pair[0].wait()
+    pair[0].workers[0].cancel(1)
+    assert pair[0].wait() == [report]
+
+
+def test_a_transfer_thread_that_hangs_is_seen_to_be_stuck(pair):
+    worker, transport = pair[0].workers[0], pair[0].transports[0]
+    assert worker.stuck_s < 2.0
+    may_go_on = threading.Event()
+    transport.progress = lambda: may_go_on.wait(10.0)
+    transport.wake()
+    time.sleep(0.3)
+    assert worker.stuck_s > 0.2
+    del transport.progress
+    may_go_on.set()
 
 
 @pytest.mark.parametrize("mode", list(TransferMode))

@@ -1,0 +1,117 @@
+"""The watch over worker processes: reports those that end, and ends those of instances that were given up.
+
+Owns the references of every rank's run() and one thread. What Ray says of processes becomes calls into the scheduler
+loop; decides nothing about requests.
+
+    run() of a rank ends -> report_failure      end(instance) -> kill every rank -> all are dead -> report_gone
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import ray
+
+logger = logging.getLogger(__name__)
+
+WATCH_S = 0.5  # how often Ray is asked whether a worker has died
+CLOSE_TIMEOUT_S = 5.0
+
+
+class Reports(Protocol):
+    """The scheduler loop as the watch needs it; both may be called from any thread."""
+
+    def report_failure(self, instance_id: str, reason: str) -> None:
+        """A process of an instance has ended."""
+
+    def report_gone(self, instance_id: str) -> None:
+        """No process of a failed instance is left."""
+
+
+class RankWatch:
+    """Watches the ranks of a deployment from start() to close()."""
+
+    def __init__(self, workers: Mapping[str, Sequence[Any]]) -> None:
+        """`workers`: actor handles by instance_id, in rank order."""
+        self._workers = workers
+        self._runs: dict[Any, tuple[str, int]] = {}  # run() references
+        self._pings: dict[Any, tuple[str, int]] = {}  # calls to ranks that are being killed; they end with them
+        self._doomed: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._is_closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, reports: Reports, runs: Mapping[Any, tuple[str, int]]) -> None:
+        """Watch run() references, each with (instance_id, rank)."""
+        self._runs = dict(runs)
+        self._thread = threading.Thread(target=self._run, args=(reports,), name="watch", daemon=True)
+        self._thread.start()
+
+    def end(self, instance_id: str) -> None:
+        """Kill every process of an instance, frozen ones too; report_gone() says when that is done. Any thread."""
+        self._doomed.put(instance_id)
+
+    def close(self) -> None:
+        """End the watch."""
+        self._is_closed.set()
+        if self._thread is not None:
+            self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _run(self, reports: Reports) -> None:
+        while not self._is_closed.is_set():
+            while not self._doomed.empty():
+                instance_id = self._doomed.get()
+                for rank in range(len(self._workers[instance_id])):
+                    self._kill(instance_id, rank)
+            pending = [*self._runs, *self._pings]
+            if not pending:
+                self._is_closed.wait(WATCH_S)
+                continue
+            done, _ = ray.wait(pending, timeout=WATCH_S)
+            for reference in done:
+                if reference in self._runs:
+                    instance_id, rank = self._runs.pop(reference)
+                    reports.report_failure(instance_id, f"rank {rank}: {_end_of(reference)}")
+                else:
+                    self._on_ping(reports, reference)
+
+    def _kill(self, instance_id: str, rank: int) -> None:
+        worker = self._workers[instance_id][rank]
+        logger.warning("killing rank %d of %s, which was given up", rank, instance_id)
+        ray.kill(worker)  # takes up to 5 s for a process that does not answer
+        self._pings[worker.place.remote()] = (instance_id, rank)
+
+    def _on_ping(self, reports: Reports, reference: Any) -> None:
+        instance_id, rank = self._pings.pop(reference)
+        if not _has_died(reference):  # it answered before it was killed
+            self._is_closed.wait(WATCH_S)
+            self._pings[self._workers[instance_id][rank].place.remote()] = (instance_id, rank)
+        elif not any(one == instance_id for one, _ in self._pings.values()):
+            reports.report_gone(instance_id)
+
+
+def _has_died(reference: Any) -> bool:
+    try:
+        ray.get(reference)
+    except ray.exceptions.RayActorError:
+        return True
+    except ray.exceptions.RayError:
+        return False
+    return False
+
+
+def _end_of(reference: Any) -> str:
+    try:
+        reason = ray.get(reference)
+    except ray.exceptions.RayActorError as error:
+        return f"its process has died ({_first_line(error)})"
+    except ray.exceptions.RayTaskError as error:
+        return f"it failed: {_first_line(error.cause or error)}"
+    return f"it stopped: {reason or 'no reason given'}"
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
