@@ -98,6 +98,18 @@ class NetnsHosts:
         argv = ["ip", "netns", "exec", self._netns(LAUNCHER), "ssh", *options, f"root@{host.address}", command]
         return subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, check=False)
 
+    def cut(self, host: Host) -> None:
+        """Take a host's link down: nothing gets through in either direction, and nobody is told."""
+        _ip("-n", self._netns(LAUNCHER), "link", "set", self._veth(host), "down")
+
+    def mend(self, host: Host) -> None:
+        """Take it up again."""
+        _ip("-n", self._netns(LAUNCHER), "link", "set", self._veth(host), "up")
+
+    def _veth(self, host: Host) -> str:
+        """The bridge's end of a host's link."""
+        return f"{self._prefix}v{self.hosts.index(host)}"
+
     def _netns(self, name: str) -> str:
         return f"{self._prefix}-{name}"
 
@@ -108,8 +120,8 @@ class NetnsHosts:
         _ip("-n", launcher, "link", "add", "br0", "type", "bridge")
         _ip("-n", launcher, "addr", "add", f"{SUBNET}.254/24", "dev", "br0")
         _ip("-n", launcher, "link", "set", "br0", "up")
-        for i, host in enumerate(self.hosts):
-            netns, veth = self._netns(host.name), f"{self._prefix}v{i}"
+        for host in self.hosts:
+            netns, veth = self._netns(host.name), self._veth(host)
             _ip("netns", "add", netns)
             _ip("-n", netns, "link", "set", "lo", "up")
             _ip("link", "add", veth, "netns", launcher, "type", "veth", "peer", "name", "eth0", "netns", netns)
