@@ -10,7 +10,7 @@ MODEL := smollm2-135m-instruct
 PYTEST := $(BIN)/python -m pytest
 SOURCES := cluster engine connectors kernels tests
 
-.PHONY: demo parity-table test test-full test-netns lint types imports check bench clean
+.PHONY: demo parity-table test test-full test-netns test-faults lint types imports check bench clean
 .DEFAULT_GOAL := demo
 
 $(INSTALLED): pyproject.toml
@@ -41,6 +41,10 @@ test-full: $(INSTALLED)
 test-netns: $(INSTALLED)
 	$(BIN)/blockferry fetch-model $(MODEL)
 	$(PYTEST) -m "netns"
+
+# Deployments that are broken under load: processes killed and frozen, links cut. Part of it needs what test-netns needs.
+test-faults: $(INSTALLED)
+	$(PYTEST) tests/integration/test_faults.py tests/integration/test_link_faults.py tests/integration/test_pd_worker.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check $(SOURCES)

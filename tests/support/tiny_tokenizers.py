@@ -69,3 +69,16 @@ def save_letters(folder: Path) -> None:
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens(["<pad>", "<s>", "</s>"])
     backend.save(str(folder / "tokenizer.json"))
+
+
+def save_characters(folder: Path, vocab_size: int) -> None:
+    """Put a tokenizer into a checkpoint's folder in which every token is a character of its own, EOS is token 2.
+
+    Texts then tell tokens apart, all but the three special ones.
+    """
+    vocab = {"<pad>": 0, "<s>": 1, "</s>": 2} | {chr(0x4E00 + i): i for i in range(3, vocab_size)}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocab=vocab, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("."), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(["<pad>", "<s>", "</s>"])
+    backend.save(str(folder / "tokenizer.json"))
