@@ -46,17 +46,19 @@ from blockferry.connectors.transport.native_messages import (
 CALLER, ENDPOINT, OWN_CONNECTION, OWN_ROW, OWN_RECORD, PEER_REGION, LOCAL_BASE, STAGING = range(8)
 NUM_SENT, NUM_PACKED = 8, 9  # messages: sent; that the peer counts
 WRITE_RUN, WRITE_WITHIN = 10, 11  # cursor in the writes: run, bytes of it that are sent
-READ_RUN, READ_WITHIN, READ_LOCAL, READ_LENGTHS = range(12, 16)  # cursor in the reads; addresses of their arrays
+READ_RUN, READ_WITHIN, READ_LOCAL, READ_LENGTHS = range(12, 16)  # cursor in the reads; addresses of arrays asked for
 NUM_ASKED, NUM_LANDED = 16, 17  # reads
 SUM_STATE, SUM_FIRST, SUM_VALUE = 18, 19, 20  # of the sum that the peer was asked for
 REQUESTS = 21  # one of each slot
-READS = REQUESTS + NUM_SLOTS  # four words of each read under way
-LINK_WORDS = READS + 4 * NUM_SLOTS
+READS = REQUESTS + NUM_SLOTS  # READ_WORDS of each read under way
+READ_WORDS = 6
+LINK_WORDS = READS + READ_WORDS * NUM_SLOTS
 
 NO_SUM, ASKED_SUM, HAS_SUM = range(3)
 _MAX_ROUNDS = 256  # of progress within one call, while there is any
 
-_RUN, _WITHIN, _BYTES, _HAS_LANDED = range(4)  # words of a read: where its runs start, how many bytes, come or not
+# Words of a read: where its runs start, in which arrays, how many bytes they are, whether they have come.
+_RUN, _WITHIN, _LOCAL, _LENGTHS, _BYTES, _HAS_LANDED = range(READ_WORDS)
 
 
 @compiled
@@ -142,12 +144,12 @@ def _fill_writes(link: int, local: Int64Array, remote: Int64Array, lengths: Int6
 
 @compiled
 def pump_reads(link: int, remote: Int64Array, lengths: Int64Array) -> int:
-    """Ask from the cursor on while few reads are under way: 0 when all has landed, 1 when not, or an error."""
+    """Ask from the cursor on while few reads are under way: 0 when all is asked for, 1 when not, or an error."""
     for _ in range(_MAX_ROUNDS):
         status = _ask(link, remote, lengths)
         if status < 0:
             return status
-        if word(link, READ_RUN) == len(lengths) and word(link, NUM_ASKED) == word(link, NUM_LANDED):
+        if word(link, READ_RUN) == len(lengths):
             return 0
         if not _progress(link):
             return IN_PROGRESS
@@ -178,7 +180,9 @@ def _fill_reads(link: int, remote: Int64Array, lengths: Int64Array) -> int:
     slot = word(link, STAGING) + word(link, NUM_SENT) % NUM_SLOTS * SLOT_BYTES
     i, within, num_runs, room = word(link, READ_RUN), word(link, READ_WITHIN), 0, PAYLOAD_BYTES
     number = word(link, NUM_ASKED) % NUM_SLOTS
-    read = READS + 4 * number
+    read = READS + READ_WORDS * number
+    put(link, read + _LOCAL, word(link, READ_LOCAL))
+    put(link, read + _LENGTHS, word(link, READ_LENGTHS))
     put(link, read + _RUN, i)
     put(link, read + _WITHIN, within)
     while i < len(lengths) and num_runs < MAX_RUNS and room > 0:
@@ -207,11 +211,11 @@ def land(link: int, number: int, payload: int, num_bytes: int) -> bool:
     num_landed, num_asked = word(link, NUM_LANDED), word(link, NUM_ASKED)
     if (number - num_landed) % NUM_SLOTS >= num_asked - num_landed:
         return False
-    read = READS + 4 * number
+    read = READS + READ_WORDS * number
     if word(link, read + _HAS_LANDED) != 0 or word(link, read + _BYTES) != num_bytes:
         return False
     i, within, left = word(link, read + _RUN), word(link, read + _WITHIN), num_bytes
-    base, local, lengths = word(link, LOCAL_BASE), word(link, READ_LOCAL), word(link, READ_LENGTHS)
+    base, local, lengths = word(link, LOCAL_BASE), word(link, read + _LOCAL), word(link, read + _LENGTHS)
     while left > 0:
         length = min(word(lengths, i) - within, left)
         stream(base + word(local, i) + within, payload, length)
@@ -220,7 +224,7 @@ def land(link: int, number: int, payload: int, num_bytes: int) -> bool:
         i, within = i + 1, 0
     fence()
     put(link, read + _HAS_LANDED, 1)
-    while num_landed < num_asked and word(link, READS + 4 * (num_landed % NUM_SLOTS) + _HAS_LANDED) != 0:
+    while num_landed < num_asked and word(link, READS + READ_WORDS * (num_landed % NUM_SLOTS) + _HAS_LANDED) != 0:
         num_landed += 1
     put(link, NUM_LANDED, num_landed)
     return True

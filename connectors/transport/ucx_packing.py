@@ -39,6 +39,14 @@ class Mark:
     num_messages: int | None = None  # that the peer must have done; None: writes before it are not all sent
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """Reads whose answers are on their way; the link uses the arrays until they have landed."""
+
+    runs: Runs
+    num_answers: int  # of the connection, when these have landed
+
+
 class UcxPacking:
     """One connection's packed runs."""
 
@@ -47,7 +55,7 @@ class UcxPacking:
         self._row = row
         self._writes: collections.deque[Runs] = collections.deque()
         self._reads: collections.deque[Runs] = collections.deque()
-        self._is_reading = False  # whether _reads[0] is the one the link knows
+        self._asked: collections.deque[_Asked] = collections.deque()  # of which nothing is left to ask for
         self._num_written = self._num_read = 0  # items sent, items landed
         self._num_messages = 0  # up to the last one with writes
         self._marks: collections.deque[Mark] = collections.deque()
@@ -71,7 +79,8 @@ class UcxPacking:
 
     def mark(self) -> Mark:
         """The point behind everything queued so far."""
-        mark = Mark(num_writes=self._num_written + len(self._writes), num_reads=self._num_read + len(self._reads))
+        num_reads = self._num_read + len(self._asked) + len(self._reads)
+        mark = Mark(num_writes=self._num_written + len(self._writes), num_reads=num_reads)
         self._marks.append(mark)
         self._stamp_marks()
         return mark
@@ -107,7 +116,7 @@ class UcxPacking:
     def _prepare(self) -> None:
         if self._row.phase is Phase.CLOSED:
             self._row.open()
-        elif self._row.phase is Phase.READY and not (self._writes or self._reads or self._marks):
+        elif self._row.phase is Phase.READY and not (self._writes or self._reads or self._asked or self._marks):
             self._row.refresh()
 
     def _send_writes(self) -> None:
@@ -124,26 +133,26 @@ class UcxPacking:
         self._stamp_marks()
 
     def _move_reads(self) -> None:
+        words = self._row.words
         while self._reads:
             runs = self._reads[0]
-            if not self._is_reading:
-                self._row.words[native.READ_RUN] = 0
-                self._row.words[native.READ_LOCAL] = runs.local.ctypes.data
-                self._row.words[native.READ_LENGTHS] = runs.lengths.ctypes.data
-                self._is_reading = True
+            words[native.READ_LOCAL] = runs.local.ctypes.data
+            words[native.READ_LENGTHS] = runs.lengths.ctypes.data
             status = native.pump_reads(self._row.link, runs.remote, runs.lengths)
             self._ucp.check(status, "asking for packed reads")
             if status == api.IN_PROGRESS:
                 break
-            self._reads.popleft()
-            self._is_reading = False
+            self._asked.append(_Asked(runs=self._reads.popleft(), num_answers=int(words[native.NUM_ASKED])))
+            words[native.READ_RUN] = 0
+        while self._asked and self._asked[0].num_answers <= words[native.NUM_LANDED]:
+            self._asked.popleft()
             self._num_read += 1
 
     def _look(self) -> None:
         """Have the row looked at where a mark waits for what the peer has done, or reads wait long."""
         while self._marks and self.has_landed(self._marks[0]):
             self._marks.popleft()
-        is_late = bool(self._reads) and self._row.idle_s > ANSWER_S
+        is_late = bool(self._reads or self._asked) and self._row.idle_s > ANSWER_S
         if is_late or any(mark.num_messages is not None and not self._is_done(mark) for mark in self._marks):
             self._row.begin_look()
 

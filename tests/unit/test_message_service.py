@@ -152,9 +152,8 @@ def reader(rig):
     local, lengths = np.array([50, 20], np.int64), np.array([3, 2], np.int64)
     words[packing.OWN_CONNECTION] = CONNECTION
     words[packing.LOCAL_BASE] = rig.pool.ctypes.data
-    words[packing.READ_LOCAL], words[packing.READ_LENGTHS] = local.ctypes.data, lengths.ctypes.data
     words[packing.NUM_ASKED] = 1
-    words[packing.READS + 2] = 5  # bytes
+    words[packing.READS + 2 : packing.READS + 5] = local.ctypes.data, lengths.ctypes.data, 5
     rig.state[service.RECORDS] = words.ctypes.data
     rig.kept = local, lengths
     return words
