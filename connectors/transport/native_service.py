@@ -4,8 +4,8 @@ Owns the handler that UCX calls for every message, inside the transfer thread's 
 Nothing of a message is believed: version, sizes, counts, region bounds and whose row it names are checked before
 any memory of a pool is touched; a bad message is counted with its reason and dropped.
 
-    rows      one per connection, which its peer reads one-sidedly instead of being answered: whom it belongs to,
-              how many messages were done and refused
+    rows      one per connection, which its peer looks at (native_look) instead of being answered: whom it belongs
+              to, how many messages were done and refused
     slots     SLOTS_PER_ROW: where the answers to GATHERs, and in the last one to a SUM, lie until UCX has taken them.
               A peer uses a slot again once it has the answer, so nobody here has to wait for one
     records   links of our own reads, which the answers of peers belong to: what lands where is read there, not in

@@ -92,7 +92,6 @@ class UcxTransport:
         self._handles: list[c_void_p] = []  # of registered memory
         self._rows = make_rows()
         self._service = UcxService(self._ucp, self._worker, self._rows)
-        _, self._service_key = self._register(_adopting(self._rows), self._rows.nbytes)
         self._peers: dict[int, UcxPeer] = {}
         self._next_peer = 1
         self._on_error = api.ErrorCallback(self._peer_failed)  # UCX holds it as long as any endpoint lives
@@ -152,9 +151,7 @@ class UcxTransport:
             memory_key=memory_key,
             nonce=self._greeter.nonce,
             region=self._service.add_region(view),
-            service_base=self._rows.ctypes.data,
             num_rows=NUM_ROWS,
-            service_key=self._service_key,
         )
         return UcxRegion(view=view, key=key.pack())
 

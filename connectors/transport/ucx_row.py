@@ -5,7 +5,7 @@ Owns the staging ring of messages and the local copy of the row. Belongs to the 
     CLOSED -- open() --> GREETING -- the peer has a row for us --> READY -- refresh() after a long idle --> GREETING
                                   -- it has none ---------------> REFUSED
 
-The peer never answers: it counts in our row, which look() reads one-sidedly behind the messages it is about.
+The peer answers no message: it counts in our row, a copy of which is asked for behind the messages it is about.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import secrets
 import time
-from ctypes import byref, c_void_p
+from ctypes import c_void_p
 
 import numpy as np
 
@@ -49,11 +49,8 @@ class UcxRow:
         self._own_service = own
         self._endpoint = endpoint
         self._key = key
-        self._service_key = c_void_p()
-        self._get_param = api.RequestParam()
         self._staging: ByteArray = np.empty(0, np.uint8)
         self._rows: Int64Array = np.zeros((key.num_rows, service.ROW_BYTES // messages.WORD), np.int64)
-        self._look: int | None = None  # request of the get that is under way
         self._is_looking = False
         self._num_greetings = 0
         self._used_s = 0.0
@@ -71,8 +68,6 @@ class UcxRow:
         if record is None:
             self.phase = Phase.REFUSED
             return
-        status = self._ucp.ucp_ep_rkey_unpack(self._endpoint, self._key.service_key, byref(self._service_key))
-        self._ucp.check(status, "unpacking the service's memory key")
         self._staging = np.empty(messages.NUM_SLOTS * messages.SLOT_BYTES, np.uint8)
         self.words[native.STAGING] = self._staging.ctypes.data
         self.words[native.OWN_RECORD] = record
@@ -131,11 +126,10 @@ class UcxRow:
     def release(self) -> None:
         """Free what the endpoint used, once it is gone."""
         self._own_service.remove_record(self.words)
-        for request in (*self.words[native.REQUESTS : native.READS].tolist(), self._look):
+        self._own_service.looks.forget(int(self.words[native.OWN_CONNECTION]))
+        for request in self.words[native.REQUESTS : native.READS].tolist():
             if request:
                 self._ucp.ucp_request_free(request)
-        if self._service_key:
-            self._ucp.ucp_rkey_destroy(self._service_key)
         self.phase = Phase.CLOSED
 
     # --- looking
@@ -165,29 +159,17 @@ class UcxRow:
         self.touch()
 
     def _begin_look(self, row: int, num_rows: int) -> None:
-        offset, num_bytes = row * service.ROW_BYTES, num_rows * service.ROW_BYTES
-        pointer = self._ucp.ucp_get_nbx(
+        self._own_service.looks.ask(
             self._endpoint,
-            self._rows.ctypes.data + offset,
-            num_bytes,
-            self._key.service_base + offset,
-            self._service_key,
-            byref(self._get_param),
+            int(self.words[native.OWN_CONNECTION]),
+            offset=row * service.ROW_BYTES,
+            num_bytes=num_rows * service.ROW_BYTES,
+            target=self._rows,
         )
-        status = api.pointer_status(pointer)
-        self._ucp.check(status, "looking at the row")
         self._is_looking = True
-        self._look = pointer if status == api.IN_PROGRESS else None
 
     def _has_looked(self) -> bool:
-        if not self._is_looking:
+        if not self._is_looking or not self._own_service.looks.has_seen(int(self.words[native.OWN_CONNECTION])):
             return False
-        if self._look is not None:
-            status = self._ucp.ucp_request_check_status(self._look)
-            if status == api.IN_PROGRESS:
-                return False
-            self._ucp.ucp_request_free(self._look)
-            self._look = None
-            self._ucp.check(status, "looking at the row")
         self._is_looking = False
         return True

@@ -19,6 +19,7 @@ from blockferry.connectors.base import ByteArray, Int64Array, TransportError
 from blockferry.connectors.transport import native_messages as messages
 from blockferry.connectors.transport import native_service as native
 from blockferry.connectors.transport import ucx_api as api
+from blockferry.connectors.transport.ucx_look import UcxLooks
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +35,7 @@ class PoolKey:
     memory_key: bytes
     nonce: bytes  # of the process, see ucx_greeting
     region: int  # index among the owner's regions
-    service_base: int
     num_rows: int
-    service_key: bytes
 
     def pack(self) -> bytes:
         """As bytes for unpack()."""
@@ -51,20 +50,20 @@ class PoolKey:
             made = cls(**dict(zip((field.name for field in dataclasses.fields(cls)), values, strict=True)))
         except (ValueError, TypeError) as error:
             raise TransportError(f"a memory key of {len(key)} bytes is not one of UCX pools: {error}") from error
-        numbers = (made.base, made.num_bytes, made.region, made.service_base, made.num_rows)
-        keys = (made.memory_key, made.nonce, made.service_key)
+        numbers = (made.base, made.num_bytes, made.region, made.num_rows)
+        keys = (made.memory_key, made.nonce)
         if not all(type(number) is int for number in numbers) or not all(type(one) is bytes for one in keys):
             raise TransportError(f"a memory key of {len(key)} bytes has fields of the wrong type")
         return made
 
 
 def make_rows() -> ByteArray:
-    """Memory for a service's rows, for its caller to register."""
+    """Memory for a service's rows."""
     return np.zeros(NUM_ROWS * native.ROW_BYTES, np.uint8)
 
 
 class UcxService:
-    """Serves peers' messages. Its caller has registered `rows`; keep both as long as the worker lives."""
+    """Serves peers' messages, and looks at `rows`; keep both as long as the worker lives."""
 
     def __init__(self, ucp: api.Ucp, worker: c_void_p, rows: ByteArray) -> None:
         """Raises TransportError when UCX refuses the handler."""
@@ -83,6 +82,7 @@ class UcxService:
         self._state[native.ROWS] = rows.ctypes.data
         self._state[native.NUM_ROWS] = NUM_ROWS
         self._state[native.SLOTS] = self._slots.ctypes.data
+        self.looks = UcxLooks(ucp, worker, caller=self.caller, rows=rows)
         self._has_reported = False
         param = api.AmHandlerParam(
             field_mask=api.AM_HANDLER_FIELD_ID

@@ -176,6 +176,22 @@ def test_late_bytes_of_a_killed_peer_are_never_called_landed_while_writes_may_be
     assert event == dataclasses.replace(late, is_quiesced=is_read, is_watched=False)
 
 
+@pytest.mark.parametrize("mode", list(TransferMode))
+@pytest.mark.parametrize("layout", [BIG, make_layout(num_blocks=512)], ids=["large", "small"])
+def test_a_peer_that_wakes_and_finds_the_other_side_dead_lives(open_process, layout, mode):
+    prefill, decode = (open_process(name, [layout], "tcp") for name in ("p0", "d0"))
+    executing = join(prefill, decode, mode)
+    peer = decode if executing is prefill else prefill
+    peer.freeze()
+    executing.ask("start", command(BIG_IDS, BIG_IDS[::-1], 8_000, mode=mode))
+    time.sleep(0.3)  # until its sockets are full of questions
+    executing.kill()
+    peer.thaw()
+    time.sleep(0.3)
+    assert peer.ask("count_wrong", ([], 0)) == 0  # it answers
+    assert peer.close() == 0
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_a_cancelled_transfer_stops_and_the_next_one_works(open_process, path):
     prefill, decode = (open_process(name, [BIG], path) for name in ("p0", "d0"))

@@ -103,6 +103,7 @@ def serving(hosts: NetnsHosts, deployment: str) -> Iterator[Path]:
 
 def status_of(hosts: NetnsHosts) -> dict[str, Any]:
     """What `blockferry status` says on the head of the one deployment there."""
-    [deployment] = json.loads(on_head(hosts, f"{BIN}/blockferry status --json", timeout_s=60).stdout)["deployments"]
-    found: dict[str, Any] = deployment
+    document = json.loads(on_head(hosts, f"{BIN}/blockferry status --json", timeout_s=60).stdout)
+    assert len(document["deployments"]) == 1, (hosts.scratch / "serve.log").read_text()
+    found: dict[str, Any] = document["deployments"][0]
     return found

@@ -1,0 +1,83 @@
+"""Who looks at which peer's rows, and what may be looked at here. native_look moves the bytes.
+
+Owns the memory of native_look. One per transport; all its methods belong to the transport's thread.
+"""
+
+from __future__ import annotations
+
+import collections
+from ctypes import byref, c_void_p
+
+import numpy as np
+
+from blockferry.connectors.base import ByteArray, Int64Array, TransportError
+from blockferry.connectors.transport import native_look as native
+from blockferry.connectors.transport import ucx_api as api
+
+_NUM_QUESTIONS_KEPT = 1024  # UCX may read a question after the send has returned, until the endpoint is up
+
+
+class UcxLooks:
+    """Questions about rows, asked and answered."""
+
+    def __init__(self, ucp: api.Ucp, worker: c_void_p, *, caller: int, rows: ByteArray) -> None:
+        """`rows` may be looked at, `caller` is native_messages'. Raises TransportError when UCX refuses a handler."""
+        self._ucp = ucp
+        self._answers = np.empty(native.NUM_ANSWERS * (native.HEAD_BYTES + rows.nbytes), np.uint8)
+        self._state = np.zeros(native.STATE_WORDS, np.int64)
+        self._state[native.CALLER] = caller
+        self._state[native.ROWS], self._state[native.ROWS_BYTES] = rows.ctypes.data, rows.nbytes
+        self._state[native.ANSWERS] = self._answers.ctypes.data
+        self._questions: collections.deque[Int64Array] = collections.deque(maxlen=_NUM_QUESTIONS_KEPT)
+        self._param = api.RequestParam(
+            op_attr_mask=api.OP_ATTR_FIELD_FLAGS, flags=api.AM_SEND_FLAG_EAGER | api.AM_SEND_FLAG_REPLY
+        )
+        for number, handler in native.handlers().items():
+            param = api.AmHandlerParam(
+                field_mask=api.AM_HANDLER_FIELD_ID
+                | api.AM_HANDLER_FIELD_FLAGS
+                | api.AM_HANDLER_FIELD_CB
+                | api.AM_HANDLER_FIELD_ARG,
+                id=number,
+                flags=api.AM_FLAG_WHOLE_MSG,
+                cb=api.AmCallback(handler.address),
+                arg=self._state.ctypes.data,
+            )
+            ucp.check(ucp.ucp_worker_set_am_recv_handler(worker, byref(param)), "ucp_worker_set_am_recv_handler")
+
+    def ask(self, endpoint: c_void_p, number: int, *, offset: int, num_bytes: int, target: Int64Array) -> None:
+        """Copy a peer's rows from offset on to the same place in `target`; one question at a time for each number.
+
+        The number is the asker's secret, not 0. Raises TransportError.
+        """
+        asker = self._find(number)
+        if asker is None:
+            asker = self._find(0)
+        if asker is None:
+            raise TransportError(f"more than {native.NUM_ASKERS} connections look at their peers; open fewer")
+        asker[:] = number, target.ctypes.data, target.nbytes, 0
+        question = np.array([number, offset, num_bytes], np.int64)
+        self._questions.append(question)
+        pointer = self._ucp.ucp_am_send_nbx(
+            endpoint.value, native.LOOK_ID, None, 0, question.ctypes.data, question.nbytes, byref(self._param)
+        )
+        status = api.pointer_status(pointer)
+        if status == api.IN_PROGRESS:
+            self._ucp.ucp_request_free(pointer)  # it still goes out
+        self._ucp.check(status, "looking at the row")
+
+    def has_seen(self, number: int) -> bool:
+        """Whether the answer to the last question has come."""
+        asker = self._find(number)
+        return asker is not None and bool(asker[native.HAS_SEEN])
+
+    def forget(self, number: int) -> None:
+        """Land no answer any more: the target may go."""
+        asker = self._find(number)
+        if asker is not None and number:
+            asker[:] = 0
+
+    def _find(self, number: int) -> Int64Array | None:
+        askers = self._state[native.ASKERS :].reshape(-1, 4)
+        found = np.flatnonzero(askers[:, native.NUMBER] == number)
+        return askers[found[0]] if len(found) else None
