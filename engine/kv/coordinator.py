@@ -49,11 +49,16 @@ class Coordinator:
         """Whether a hit may only be used in the next step."""
         return any(manager.is_deferred(hits, hit.num_tokens) for manager, hits in self._hits(hit))
 
-    def fits(self, row: int, demand: Demand, hit: PrefixHit, *, num_reserved: int) -> bool:
-        """Whether the row can adopt hit and grow to the demand, with num_reserved blocks left over."""
+    def needs(self, row: int, demand: Demand, hit: PrefixHit) -> list[int]:
+        """Free blocks, per pool, that go when the row adopts hit and grows to the demand."""
         needs = [0] * len(self.pools.pools)
         for number, (manager, hits) in zip(self._pool_numbers, self._hits(hit), strict=True):
             needs[number] += manager.num_needed(row, demand, hits)
+        return needs
+
+    def fits(self, row: int, demand: Demand, hit: PrefixHit, *, num_reserved: int) -> bool:
+        """Whether the row can adopt hit and grow to the demand, with num_reserved blocks left over."""
+        needs = self.needs(row, demand, hit)
         return self.pools.fits(needs, hits=hit.block_ids, num_reserved=num_reserved)
 
     def most_blocks(self, num_tokens: int, num_encoder_tokens: int) -> list[int]:

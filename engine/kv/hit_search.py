@@ -8,13 +8,14 @@ Owns nothing but the groups; never changes the pool.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from blockferry.engine.kv.full_attention import FullRule
 from blockferry.engine.kv.hit_rules import HitRule, Presence
-from blockferry.engine.kv.prefix_index import PrefixIndex
 from blockferry.engine.kv.reach import cdiv
 from blockferry.engine.kv.spec import KVCacheGroup, KVCacheSpec
 from blockferry.engine.kv.type_manager import NO_BLOCKS, TypeManager
@@ -29,6 +30,24 @@ class PrefixHit:
     block_ids: tuple[Int32Array, ...]  # per group, one entry per block, null where none is needed
     junction: int = 0  # tokens: a longer prefix that groups like the first hold and another has not kept; 0: none
     num_drops: int = 0  # of the index, when it was found
+
+
+class SearchIndex(Protocol):
+    """What a search asks: PrefixIndex, or an index that joins it with others."""
+
+    @property
+    def blocks(self) -> NDArray[np.int32]:
+        """Blocks per entry and group, [entries, groups]; 0 for none."""
+
+    @property
+    def num_drops(self) -> int:
+        """Unchanged while all that was found is still there."""
+
+    def find(self, digests: Iterable[bytes]) -> Int32Array:
+        """The entry of each digest; that of none has no blocks."""
+
+    def find_run(self, digests: Iterable[bytes]) -> Int32Array:
+        """The entries of the leading digests that have one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +99,7 @@ class HitSearch:
     """Looks sequences up. A chain is the digests of a sequence's hash blocks."""
 
     def __init__(
-        self, groups: Sequence[SearchGroup], index: PrefixIndex, *, num_groups: int, sizes: CacheSizes
+        self, groups: Sequence[SearchGroup], index: SearchIndex, *, num_groups: int, sizes: CacheSizes
     ) -> None:
         self._index = index
         self._num_groups = num_groups

@@ -79,7 +79,7 @@ class KVCacheManager:
     ) -> None:
         """Raises ValueError for sizes that do not divide or options that contradict each other."""
         options = options or LedgerOptions()
-        parts = assemble(config, rows, options, events)
+        self.parts = parts = assemble(config, rows, options, events)
         self.config = config
         self.num_groups = len(config.groups)
         self._options = options
@@ -93,7 +93,7 @@ class KVCacheManager:
         self.num_usable_blocks = self._pools.num_usable
         has_encoder = any(group.spec.kind is SpecKind.CROSS_ATTENTION for group in config.groups)
         self.max_num_encoder_tokens = options.max_num_encoder_tokens if has_encoder else None  # None: no encoder
-        self._num_watermark_blocks = int(options.watermark * config.num_blocks)
+        self.num_watermark_blocks = int(options.watermark * config.num_blocks)
         self._no_hit = self._search.no_hit
         self._hash_block_size = config.hash_block_size
         self._hashes: list[RequestHashes | None] = [None] * rows.max_rows
@@ -344,7 +344,7 @@ class KVCacheManager:
         )
 
     def _has_room(self, row: int, demand: Demand, hit: PrefixHit, options: AllocateOptions) -> bool:
-        num_watermark = self._num_watermark_blocks if options.apply_watermark else 0
+        num_watermark = self.num_watermark_blocks if options.apply_watermark else 0
         if self._coordinator.is_deferred(hit):
             return False
         if options.full_sequence_must_fit:
@@ -358,9 +358,13 @@ class KVCacheManager:
     def _adopt(self, row: int, demand: Demand, hit: PrefixHit) -> None:
         assert not self.num_blocks(row), (row, self.num_blocks(row))
         self._coordinator.adopt(row, demand, hit)
-        self._kept_lengths[row, 1] = self._kept_states[row, 1] = hit.junction
+        self.note_hit(row, junction=hit.junction, num_hit_tokens=hit.num_tokens)
+
+    def note_hit(self, row: int, *, junction: int, num_hit_tokens: int) -> None:
+        """Count a lookup whose answer a row starts with, and keep what it found others to share."""
+        self._kept_lengths[row, 1] = self._kept_states[row, 1] = junction
         self._num_queried_tokens += int(self._rows.num_tokens[row])
-        self._num_hit_tokens += hit.num_tokens
+        self._num_hit_tokens += num_hit_tokens
 
     def _is_current(self, row: int, hit: PrefixHit) -> bool:
         """Whether a hit's blocks still carry the row's hashes; looked up again only if a hash went meanwhile."""

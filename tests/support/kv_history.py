@@ -6,6 +6,7 @@ import dataclasses
 import random
 
 import numpy as np
+from support.kv_configs import random_config
 from support.kv_oracle import Cached, HitOracle, Prefix
 
 from blockferry.engine.kv.assembly import LedgerOptions
@@ -156,3 +157,18 @@ class CacheHistory:
         for block_id in range(1, self.config.num_blocks):
             everything |= self.prefixes_of(block_id)
         return everything
+
+
+def history_of(rng: random.Random) -> CacheHistory:
+    config = random_config(rng)
+    num_lookahead = rng.choice((0, 0, 0, 1, 3))
+    history = CacheHistory(config, LedgerOptions(num_hash_lookahead_tokens=num_lookahead), rng)
+    history.play(rng.randint(1, 7))
+    return history
+
+
+def questions(history: CacheHistory, rng: random.Random) -> list[Prompt]:
+    """What was served, heads of it, continuations of it, and strangers."""
+    asked = [*history.prompts, *history.running.values(), random_prompt(rng)]
+    asked += [Prompt(salt=one.salt, tokens=one.tokens[: rng.randint(1, len(one.tokens))]) for one in asked]
+    return asked + [Prompt(salt=one.salt, tokens=one.tokens + [0] * 9) for one in asked]

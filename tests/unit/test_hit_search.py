@@ -5,29 +5,12 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.kv_configs import random_config
-from support.kv_history import CacheHistory, Prompt, random_prompt
+from support.kv_history import CacheHistory, Prompt, history_of, questions
 from support.kv_oracle import Cached, OracleHit
 
-from blockferry.engine.kv.assembly import LedgerOptions
 from blockferry.engine.kv.hit_search import PrefixHit
 
 NUM_HISTORIES = 120
-
-
-def history_of(rng: random.Random) -> CacheHistory:
-    config = random_config(rng)
-    num_lookahead = rng.choice((0, 0, 0, 1, 3))
-    history = CacheHistory(config, LedgerOptions(num_hash_lookahead_tokens=num_lookahead), rng)
-    history.play(rng.randint(1, 7))
-    return history
-
-
-def questions(history: CacheHistory, rng: random.Random) -> list[Prompt]:
-    """What was served, heads of it, continuations of it, and strangers."""
-    asked = [*history.prompts, *history.running.values(), random_prompt(rng)]
-    asked += [Prompt(salt=one.salt, tokens=one.tokens[: rng.randint(1, len(one.tokens))]) for one in asked]
-    return asked + [Prompt(salt=one.salt, tokens=one.tokens + [0] * 9) for one in asked]
 
 
 def check_blocks(history: CacheHistory, prompt: Prompt, found: PrefixHit, wanted: OracleHit) -> None:
