@@ -49,8 +49,8 @@ class JointIndex:
     def find_run(self, digests: Iterable[bytes]) -> Int32Array:
         """Entries of the leading digests under which there is any block."""
         entries = self.find(digests)
-        is_empty: BoolArray = ~self._blocks[entries].any(axis=1)
-        return entries[: int(is_empty.argmax())] if is_empty.any() else entries
+        empty = np.flatnonzero((self._blocks[entries] == NO_BLOCK).all(axis=1))
+        return entries[: int(empty[0])] if len(empty) else entries
 
     def in_tier(self, blocks: Int32Array, number: int) -> BoolArray:
         """Which blocks of a joint hit are to be loaded from a tier."""
