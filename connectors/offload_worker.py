@@ -1,8 +1,8 @@
 """Worker half of the offload connector: copies blocks between a rank's pool, its memory tier and its disk.
 
-Owns two threads. The copier alone touches the pool, one job after the other in the order they were given, so that a
-block whose bytes are stored can be loaded into, and a unit that is read can be written, by later jobs. The disk thread
-reads and writes the file; what it has read and checked, the copier puts into the pool.
+Owns two threads. The copier alone touches the pool, one job after the other: stores in the order they were given, loads
+after the stores given before them, so that a block whose bytes are stored can be loaded into. The disk thread reads
+and writes the file; what it has read and checked, the copier puts into the pool.
 
     model thread     executed(step)                 wait_stored(job): before a step writes blocks that are being stored
     any thread       start(command) --+--> copier:  STORE, LOAD  ------------------------+--> CopyEvent
@@ -14,6 +14,7 @@ otherwise.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import logging
@@ -57,31 +58,69 @@ class _Closed(Exception):
     """The worker is closing."""
 
 
-class _StepGate:
-    """Which step the rank has executed last; the copier waits here for the one that a job names."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _PoolJob:
+    """Something that the copier has to do."""
+
+    job_id: int
+    after_step: int
+    run: Callable[[], None]
+
+
+class _PoolJobs:
+    """What the copier has to do, and in which order it may.
+
+    Stores go in their order. A load waits for all stores given before it, which may read the blocks that it fills;
+    stores given later may pass it, as nothing that they read or write is its own. So a store that a step waits for
+    never waits for a load that waits for that very step.
+    """
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
+        self._stores: collections.deque[_PoolJob] = collections.deque()
+        self._loads: list[_PoolJob] = []
         self._executed_step = -1
         self._is_closed = False
 
-    def open_for(self, step_id: int) -> None:
+    def put_store(self, job: _PoolJob) -> None:
+        with self._condition:
+            self._stores.append(job)
+            self._condition.notify()
+
+    def put_load(self, job: _PoolJob) -> None:
+        with self._condition:
+            self._loads.append(job)
+            self._condition.notify()
+
+    def executed(self, step_id: int) -> None:
         with self._condition:
             self._executed_step = max(self._executed_step, step_id)
-            self._condition.notify_all()
+            self._condition.notify()
 
     def close(self) -> None:
         with self._condition:
             self._is_closed = True
-            self._condition.notify_all()
+            self._condition.notify()
 
-    def wait(self, step_id: int) -> None:
-        """Raises _Closed."""
+    def take(self) -> _PoolJob:
+        """The next job that may run. Raises _Closed."""
         with self._condition:
-            # no limit of its own: a step that never comes ends with its instance, which closes this gate
-            self._condition.wait_for(lambda: self._executed_step >= step_id or self._is_closed)
-            if self._is_closed:
-                raise _Closed
+            while not self._is_closed:
+                job = self._find()
+                if job is not None:
+                    return job
+                self._condition.wait()  # for close() at the latest, which ends with the instance
+            raise _Closed
+
+    def _find(self) -> _PoolJob | None:
+        stores = self._stores
+        if stores and stores[0].after_step <= self._executed_step:
+            return stores.popleft()
+        for place, load in enumerate(self._loads):
+            is_behind = bool(stores) and stores[0].job_id < load.job_id
+            if load.after_step <= self._executed_step and not is_behind:
+                return self._loads.pop(place)
+        return None
 
 
 class OffloadWorker:
@@ -95,10 +134,9 @@ class OffloadWorker:
         self._tiers = tiers
         self._on_event = on_event
         self._timing = timing
-        self._gate = _StepGate()
         self._stored = threading.Condition()
         self._stored_job = 0  # last STORE that has ended
-        self._copier_jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._pool_jobs = _PoolJobs()
         self._disk_jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._copies: dict[CopyKind, Callable[[CopyCommand], int]] = {
             CopyKind.STORE: self._store,
@@ -108,9 +146,11 @@ class OffloadWorker:
         }
         name = f"{own.instance_id}-{own.rank}"
         self._threads = [
-            threading.Thread(target=self._run, args=(self._copier_jobs,), name=f"offload-{name}", daemon=True),
-            threading.Thread(target=self._run, args=(self._disk_jobs,), name=f"offload-disk-{name}", daemon=True),
+            threading.Thread(target=self._run_copier, name=f"offload-{name}", daemon=True),
+            threading.Thread(target=self._run_disk, name=f"offload-disk-{name}", daemon=True),
         ]
+        nothing = np.empty(0, np.int64)
+        native_loops.stream_runs(0, 0, nothing, nothing, nothing)  # compiled now rather than for the first request
         for thread in self._threads:
             thread.start()
 
@@ -118,14 +158,17 @@ class OffloadWorker:
 
     def start(self, command: CopyCommand) -> None:
         """Begin a job; exactly one event reports its end, unless the worker is closed before."""
-        jobs = self._disk_jobs if command.kind.is_on_disk else self._copier_jobs
-        jobs.put(lambda: self._do(command))
+        if command.kind.is_on_disk:
+            self._disk_jobs.put(lambda: self._do(command))
+            return
+        put = self._pool_jobs.put_store if command.kind is CopyKind.STORE else self._pool_jobs.put_load
+        put(_PoolJob(job_id=command.job_id, after_step=command.after_step, run=lambda: self._do(command)))
 
     def close(self) -> None:
         """End both threads and let go of memory and disk. Jobs under way are finished, others forgotten. Idempotent."""
-        self._gate.close()
-        for thread, jobs in zip(self._threads, (self._copier_jobs, self._disk_jobs), strict=True):
-            jobs.put(_stop)
+        self._pool_jobs.close()
+        self._disk_jobs.put(_stop)
+        for thread in self._threads:
             thread.join(self._timing.close_timeout_s)
             if thread.is_alive():
                 logger.warning("%s does not end; it is left behind", thread.name)
@@ -145,7 +188,7 @@ class OffloadWorker:
 
     def executed(self, step_id: int) -> None:
         """The rank has executed its steps up to here."""
-        self._gate.open_for(step_id)
+        self._pool_jobs.executed(step_id)
 
     def wait_stored(self, job_id: int) -> None:
         """Return once stores up to this job have ended; 0 is none. Raises ConnectorError when they do not."""
@@ -158,10 +201,15 @@ class OffloadWorker:
 
     # both threads
 
-    def _run(self, jobs: queue.SimpleQueue[Callable[[], None]]) -> None:
+    def _run_copier(self) -> None:
         with contextlib.suppress(_Closed):
             while True:
-                jobs.get()()
+                self._pool_jobs.take().run()
+
+    def _run_disk(self) -> None:
+        with contextlib.suppress(_Closed):
+            while True:
+                self._disk_jobs.get()()
 
     def _do(self, command: CopyCommand) -> None:
         started_s, num_bytes, reason = time.monotonic(), 0, ""
@@ -189,7 +237,6 @@ class OffloadWorker:
     # copier
 
     def _store(self, command: CopyCommand) -> int:
-        self._gate.wait(command.after_step)
         tiers, num_bytes = self._tiers, 0
         for part in command.parts:
             runs = tiers.pages.of(part.group, part.block_ids, part.units)
@@ -198,7 +245,6 @@ class OffloadWorker:
         return num_bytes
 
     def _load(self, command: CopyCommand) -> int:
-        self._gate.wait(command.after_step)
         tiers, num_bytes = self._tiers, 0
         for part in command.parts:
             runs = tiers.pages.of(part.group, part.block_ids, part.units)
@@ -247,11 +293,10 @@ class OffloadWorker:
         is_copied = threading.Event()
 
         def copy() -> None:
-            self._gate.wait(command.after_step)
             _copy(self._tiers.pool, staged, runs.pool_offsets, runs.tier_offsets, runs.lengths)
             is_copied.set()
 
-        self._copier_jobs.put(copy)
+        self._pool_jobs.put_load(_PoolJob(job_id=command.job_id, after_step=command.after_step, run=copy))
         while not is_copied.wait(1.0):
             if not self._threads[0].is_alive():
                 raise _Closed
@@ -270,7 +315,7 @@ def _copy(
     for name, region, offsets in (("target", target, target_offsets), ("source", source, source_offsets)):
         if len(offsets) and (int(offsets.min()) < 0 or int((offsets + lengths).max()) > region.nbytes):
             raise ValueError(f"a copy reaches beyond its {name} of {region.nbytes} bytes; block ids or units are wrong")
-    native_loops.copy_runs(target.ctypes.data, source.ctypes.data, target_offsets, source_offsets, lengths)
+    native_loops.stream_runs(target.ctypes.data, source.ctypes.data, target_offsets, source_offsets, lengths)
 
 
 def _stop() -> None:

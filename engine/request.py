@@ -94,3 +94,4 @@ class RequestStats:
     transfer_bytes: int
     transfer_blocks: int
     transfer_saved_bytes: int  # of the prompt's keys and values: the decode side had them, or never reads them
+    num_loaded_tokens: int = 0  # not computed but loaded from memory or disk outside of the pool

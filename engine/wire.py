@@ -4,6 +4,7 @@ Rows and block ids are the only vocabulary. Arrays travel as little-endian bytes
 another WIRE_VERSION is refused. Knows nothing of sockets.
 
     StepPlan, applied by a worker in this order:
+      0. wait_stored    this store and all before it must have ended first: the step writes blocks that they read
       1. freed_rows     rows whose sequence ended, was preempted or left: forget them
       2. new_rows       rows that start here, with every token known so far
       3. deltas         block table entries that changed: table[group][row, column] = block_id. Entries of
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 
 from blockferry.engine.request import BoolArray, Int32Array, SamplingParams, TokenLogprobs
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 
 _EMPTY_I32: Int32Array = np.empty(0, np.int32)
 _NO_BLOCKS: NDArray[np.int32] = np.empty((0, 2), np.int32)
@@ -80,6 +81,7 @@ class StepPlan:
     """Everything one instance computes in one step; see the module's drawing."""
 
     step_id: int
+    wait_stored: int = 0  # job_id of a store into a tier; 0: none
     freed_rows: Int32Array = dataclasses.field(default_factory=_empty)
     new_rows: tuple[NewRow, ...] = ()
     deltas: BlockDeltas = NO_DELTAS

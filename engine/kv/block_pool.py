@@ -13,6 +13,8 @@ Owns all per-block state as arrays indexed by block id. Knows nothing of rows, t
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 
 from blockferry.engine.kv.events import BlockRemoved, EventLog
@@ -22,6 +24,16 @@ from blockferry.engine.request import BoolArray, Int32Array
 
 NULL_BLOCK_ID = 0
 """Placeholder of table entries that hold nothing; never free, never counted, never hashed."""
+
+
+class PoolObserver(Protocol):
+    """Hears of blocks that can be found and that nobody holds, while they still can be. Changes nothing of the pool."""
+
+    def idled(self, block_ids: Int32Array) -> None:
+        """These have lost their last owner; they wait for reuse."""
+
+    def evicted(self, block_ids: Int32Array) -> None:
+        """These are reused now; what they were found under is about to be forgotten."""
 
 
 class BlockPool:
@@ -41,6 +53,7 @@ class BlockPool:
         self._has_tails = False  # whether a block that is not full was ever cached: only such a one is cached again
         self.num_evicted = 0  # hashed blocks reused for something else, ever
         self.events = events
+        self.observer: PoolObserver | None = None
 
     @property
     def in_use(self) -> BoolArray:
@@ -74,6 +87,8 @@ class BlockPool:
         if np.count_nonzero(places):  # cheaper than any()
             stale = block_ids[places != NO_PLACE]
             self.num_evicted += len(stale)
+            if self.observer is not None:
+                self.observer.evicted(stale)
             self.drop_hashes(stale)
 
     def touch(self, block_ids: Int32Array) -> None:
@@ -104,6 +119,8 @@ class BlockPool:
             self.queue.push_back(idle[has_hash])
         else:
             self.queue.push_front(idle)
+        if self.observer is not None and has_hash.any():
+            self.observer.idled(idle[has_hash])
 
     def cache(self, groups: Int32Array, block_ids: Int32Array, entries: Entries) -> None:
         """Let held blocks [N] of groups ([N] or [1]) be found under entries [N], and still under their heads' ones."""

@@ -70,6 +70,7 @@ class TierLedger:
         self._state: NDArray[np.int8] = np.zeros(most_blocks + 1, np.int8)
         self._num_readers: Int32Array = np.zeros(most_blocks + 1, np.int32)
         self._place: Int32Array = np.zeros(most_blocks + 1, np.int32)  # in the index
+        self._is_spilled: NDArray[np.bool_] = np.zeros(most_blocks + 1, np.bool_)
         self._units: Int32Array = np.zeros((most_blocks + 1, max(units_per_block)), np.int32)
         self._free_blocks = list(range(most_blocks, 0, -1))
         self._free_units = list(range(num_units - 1, -1, -1))
@@ -95,6 +96,11 @@ class TierLedger:
     def groups_of(self, blocks: Int32Array) -> Int32Array:
         """The cache group of each block."""
         return self._place[blocks] % np.int32(len(self.units_per_block))
+
+    def are_ready(self, blocks: Int32Array) -> NDArray[np.bool_]:
+        """Which of these blocks can be found."""
+        are_ready: NDArray[np.bool_] = self._state[blocks] == TierState.READY
+        return are_ready
 
     def units_of(self, blocks: Int32Array, group: int) -> Int32Array:
         """Where blocks [N] of one group lie, in the order of their bytes; shape [N, units_per_block[group]]."""
@@ -148,13 +154,14 @@ class TierLedger:
         for block in blocks.tolist():
             self._policy.used(self._key_of(block))
 
-    def hold(self, blocks: Int32Array) -> None:
-        """pin() for a copy to another tier, which does not count as use."""
+    def spill(self, blocks: Int32Array) -> None:
+        """pin() for a copy to a tier below, which does not count as use and is made once."""
         self._require(blocks, TierState.READY)
         self._num_readers[blocks] += 1
+        self._is_spilled[blocks] = True
 
     def unpin(self, blocks: Int32Array) -> None:
-        """End one pin() or hold() of each block."""
+        """End one pin() or spill() of each block."""
         assert (self._num_readers[blocks] > 0).all(), blocks
         self._num_readers[blocks] -= 1
         is_over = (self._state[blocks] == TierState.LEAVING) & (self._num_readers[blocks] == 0)
@@ -162,10 +169,10 @@ class TierLedger:
             self._free(block)
 
     def coldest(self, count: int) -> Int32Array:
-        """About the first `count` ready blocks to go, first to go first, without those that are read just now."""
+        """Those of about the first `count` blocks to go that were not spilled and are not read just now, in order."""
         blocks = np.array([self._block_of[key] for key in self._policy.coldest(count)], np.int32)
-        idle: Int32Array = blocks[self._num_readers[blocks] == 0]
-        return idle
+        coldest: Int32Array = blocks[(self._num_readers[blocks] == 0) & ~self._is_spilled[blocks]]
+        return coldest
 
     def discard(self, blocks: Int32Array) -> None:
         """Let nobody find these ready blocks any more: their bytes are wrong or out of date."""
@@ -228,6 +235,7 @@ class TierLedger:
             self._free(block)
         block = self._free_blocks.pop()
         self._state[block] = TierState.STORING
+        self._is_spilled[block] = False
         self._units[block, :num_needed] = [self._free_units.pop() for _ in range(num_needed)]
         self._place[block] = key.group  # its entry is known at the end of the batch
         return block

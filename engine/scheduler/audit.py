@@ -25,6 +25,7 @@ _WITHOUT_BLOCKS = (Phase.FREE, Phase.ENDED, Phase.DRAINING)
 def check_instance(instance: Instance) -> None:
     """Check one instance's ledger, then every row against it. Raises LedgerCorrupted."""
     instance.kv.check_integrity()
+    instance.tiers.check()
     samples = np.zeros(instance.batch.max_rows, np.int64)
     for record in instance.in_flight:
         samples[record.sampled.rows] += 1

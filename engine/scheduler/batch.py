@@ -15,6 +15,7 @@ computed counts are RowTable's, blocks are the ledger's; nothing here touches ei
              | bytes arrived       |              |                    v
              +------> DECODE       +-----------------------------> PARKED   waits for results, then perhaps
                       last chunk planned, nothing left to sample       |    for its transfer; keeps its blocks
+            FREE -- admit, blocks come from a tier --> LOADING -- they are there --> PREFILL
                                                   |                    |
             FREE <---- last step that names the row retired ---- ENDED <---- stop, limit, abort, drained,
                                                                              handed over (from any phase)
@@ -46,6 +47,7 @@ class Phase(enum.IntEnum):
     INCOMING = 4
     DRAINING = 5
     ENDED = 6
+    LOADING = 7
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,15 +7,18 @@ Owns the tickets of unfinished requests. One thread calls it. Knows no sockets, 
     commit(P|D, result)      -> tokens and ends, StepOutput  <---------------------+
     take_transfers()         -> commands for the ranks that move blocks
     on_transfer(event), tick() -> hand-offs go on, fail or expire, StepOutput
+    take_copies(), on_copy(event) -> the same for what instances keep in tiers outside of their pools
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from blockferry.connectors.base import TransferCommand, TransferEvent, TransferMode
+from blockferry.connectors.offload_base import CopyCommand, CopyEvent
 from blockferry.connectors.pd_scheduler import PdScheduler
 from blockferry.engine.errors import RequestRejected
 from blockferry.engine.kv.block_hash import encoder_key
@@ -24,6 +27,7 @@ from blockferry.engine.scheduler import admission, audit, reports
 from blockferry.engine.scheduler.ferried import check_ferriable
 from blockferry.engine.scheduler.handoff import Handoff, HandoffFailed, HandoffOptions
 from blockferry.engine.scheduler.instance import Instance
+from blockferry.engine.scheduler.offload_seam import LoadsEnded
 from blockferry.engine.scheduler.outputs import Finished, InstanceLoad, Route, StepOutput
 from blockferry.engine.scheduler.schedule import StepScheduler
 from blockferry.engine.scheduler.sequence import LOCAL_LANE, Rank, Sequence, Ticket, resolve_seed
@@ -159,9 +163,28 @@ class CentralScheduler:
         """A rank has reported the end of its part of a transfer."""
         return self._finish_failed(self._handoffs.on_event(event, self._clock()))
 
+    def take_copies(self) -> list[tuple[str, CopyCommand]]:
+        """(instance_id, command): to be sent to every rank of the instance, in order, since the last take."""
+        return [
+            (instance_id, command)
+            for instance_id, instance in self._instances.items()
+            if instance_id not in self._failures
+            for command in instance.tiers.take_commands()
+        ]
+
+    def on_copy(self, event: CopyEvent) -> StepOutput:
+        """A rank has ended its part of a copy from or to a tier."""
+        if event.instance_id in self._failures:
+            return StepOutput()
+        tiers = self._instances[event.instance_id].tiers
+        return StepOutput(finished=self._end_loads(tiers.on_event(event, self._clock())))
+
     def tick(self) -> StepOutput:
         """Apply leases and deadlines. To be called at least every 100 ms."""
-        return self._finish_failed(self._handoffs.expire(self._clock()))
+        now_s = self._clock()
+        output = self._finish_failed(self._handoffs.expire(now_s))
+        ended = [self._end_loads(instance.tiers.expire(now_s)) for instance in self._instances.values()]
+        return StepOutput(finished=output.finished + tuple(itertools.chain(*ended)))
 
     def fail_instance(self, instance_id: str, reason: str) -> StepOutput:
         """Give an instance up: its requests end with ERROR, but for prompts that a decode instance can take over."""
@@ -178,6 +201,7 @@ class CentralScheduler:
         for ticket in doomed:
             self._leave(ticket)
         instance.kv.take_copies()  # no step will do them: what they hold goes back
+        instance.tiers.close()
         errors = tuple(self._finish(ticket, FinishReason.ERROR, message=message) for ticket in doomed)
         return StepOutput(finished=output.finished + errors)
 
@@ -267,6 +291,14 @@ class CentralScheduler:
         ticket = ended.sequence.ticket
         self._handoffs.close(ticket)
         return self._finish(ticket, ended.reason, stop_token_id=ended.stop_token_id)
+
+    def _end_loads(self, ended: LoadsEnded) -> tuple[Finished, ...]:
+        for sequence in ended.restarted:
+            if sequence.is_ferried:
+                self._handoffs.withdraw(sequence)
+        for one in ended.failed:
+            self._leave(one.sequence.ticket)
+        return tuple(self._finish(one.sequence.ticket, FinishReason.ERROR, message=one.message) for one in ended.failed)
 
     def _finish_failed(self, failed: list[HandoffFailed]) -> StepOutput:
         return StepOutput(

@@ -9,13 +9,14 @@ plans in order, so whoever gets such a block writes it in a later plan, after th
 transfer keep no such order; rows that they reach hold still instead: a parked source row and an incoming target row
 are in no plan, so the ledger never skips anything of them. Steps that may write the target's blocks otherwise retire
 first (the fence, handoff.py): those planned before the blocks were taken, and the one that clears them or copies a
-hit's tokens into them.
+hit's tokens into them. What tiers keep of blocks, and load into them, keeps the order of plans (offloading.py).
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from blockferry.engine.rows import RowTable
 from blockferry.engine.scheduler.admission import WaitingQueue
 from blockferry.engine.scheduler.batch import Batch, Phase, RowView
 from blockferry.engine.scheduler.chunking import StateGrid
+from blockferry.engine.scheduler.offload_seam import NO_TIERS, Tiers
 from blockferry.engine.scheduler.sequence import Sequence
 from blockferry.engine.wire import NewRow
 
@@ -79,6 +81,7 @@ class Instance:
         self._grid = StateGrid.of(kv.config) if kv.is_caching else None
         self.batch = Batch(rows.max_rows)
         self.queue = WaitingQueue()
+        self.tiers: Tiers = NO_TIERS
         self.in_flight: collections.deque[StepRecord] = collections.deque()
         self.last_step = -1  # last planned
         self.retired_step = -1  # last whose result arrived
@@ -114,8 +117,13 @@ class Instance:
         num_hit_tokens = 0 if hit is None else hit.num_tokens
         num_missing = len(sequence.token_ids) - num_hit_tokens
         num_new_tokens = self._cut(sequence, num_hit_tokens, num_missing, num_budget_tokens)
-        options = self._options(sequence, hit, kept.num_blocks)
-        row = self._place(sequence, options, phase=Phase.PREFILL, num_new_tokens=num_new_tokens)
+        options = self.options(sequence, hit, kept.num_blocks)
+        row = self.place(
+            sequence,
+            lambda row: self.kv.allocate(row, num_new_tokens, options),
+            phase=Phase.PREFILL,
+            num_hit_tokens=num_hit_tokens,
+        )
         if row is None:
             return None
         self.queue.remove(sequence)
@@ -136,11 +144,19 @@ class Instance:
         kept = Kept(num_blocks=self.num_outstanding_blocks())
         if not self.has_room_for(sequence, hit, kept):
             return False
-        num_external_tokens = len(sequence.token_ids) - (0 if hit is None else hit.num_tokens)
+        num_hit_tokens = 0 if hit is None else hit.num_tokens
         options = dataclasses.replace(
-            self._options(sequence, hit, kept.num_blocks), num_external_tokens=num_external_tokens, delay_caching=True
+            self.options(sequence, hit, kept.num_blocks),
+            num_external_tokens=len(sequence.token_ids) - num_hit_tokens,
+            delay_caching=True,
         )
-        if self._place(sequence, options, phase=Phase.INCOMING, num_new_tokens=0) is None:
+        row = self.place(
+            sequence,
+            lambda row: self.kv.allocate(row, 0, options),
+            phase=Phase.INCOMING,
+            num_hit_tokens=num_hit_tokens,
+        )
+        if row is None:
             return False
         self.fence_step = self.last_step + int(self.kv.has_orders)
         return True
@@ -159,7 +175,9 @@ class Instance:
 
     def grow(self, row: int, num_new_tokens: int) -> bool:
         """Blocks for the row's next num_new_tokens tokens. False when not enough are free; nothing was taken."""
-        return self.kv.allocate(row, num_new_tokens, AllocateOptions())
+        # the encoder's blocks are taken with the first tokens that are computed, which a loaded prefix comes before
+        num_encoder_tokens = int(self.rows.num_encoder_tokens[row])
+        return self.kv.allocate(row, num_new_tokens, AllocateOptions(num_encoder_tokens=num_encoder_tokens))
 
     def activate(self, sequence: Sequence, first_token_id: int) -> None:
         """The prompt's blocks have arrived: cache them and decode on from the first token."""
@@ -171,6 +189,13 @@ class Instance:
         self.rows.num_computed_tokens[row] = self.rows.num_prompt_tokens[row]
         self.kv.cache_prefix(row)
         self.batch.set_phase(row, Phase.DECODE)
+
+    def start_prefill(self, sequence: Sequence) -> None:
+        """What was loaded for a sequence is there: compute the rest of its prompt."""
+        row = sequence.row
+        assert row is not None, sequence
+        self._unannounced.append(row)
+        self.batch.set_phase(row, Phase.PREFILL)
 
     # going out
 
@@ -206,9 +231,15 @@ class Instance:
         ticket = sequence.ticket
         ticket.num_output_tokens = max(ticket.num_output_tokens, self.num_output_tokens(sequence))
         if self.batch.phase[row] != Phase.DRAINING:
-            self.kv.free(row)
-            self._forget_on_workers(row)
+            self._give_back(row)
         self._release_row(row)
+
+    def start_over(self, sequence: Sequence) -> None:
+        """A sequence whose blocks were being loaded waits again, without them."""
+        row = sequence.row
+        assert row is not None, sequence
+        self._give_back(row)
+        self.requeue(sequence)
 
     # what others ask
 
@@ -219,7 +250,8 @@ class Instance:
 
     def num_outstanding_blocks(self) -> int:
         """Blocks that prefills in progress will still take for the tokens they have."""
-        return sum(self.kv.room.to_finish(row) for row in self.batch.prefill_rows())
+        rows = self.batch.prefill_rows() + self.batch.rows_in(Phase.LOADING)
+        return sum(self.kv.room.to_finish(row) for row in rows)
 
     def num_output_tokens(self, sequence: Sequence) -> int:
         """Tokens that the sequence has generated and that have arrived."""
@@ -263,7 +295,8 @@ class Instance:
         )
         return self._grid.end_chunk(start, start + num_tokens, kept_lengths=kept_lengths) - start
 
-    def _options(self, sequence: Sequence, hit: PrefixHit | None, num_reserved_blocks: int) -> AllocateOptions:
+    def options(self, sequence: Sequence, hit: PrefixHit | None, num_reserved_blocks: int) -> AllocateOptions:
+        """How a waiting sequence is to be given blocks."""
         return AllocateOptions(
             hit=hit,
             num_encoder_tokens=sequence.ticket.num_encoder_tokens,
@@ -272,8 +305,13 @@ class Instance:
             apply_watermark=self.batch.num_occupied > 0,
         )
 
-    def _place(self, sequence: Sequence, options: AllocateOptions, *, phase: Phase, num_new_tokens: int) -> int | None:
-        """A free row with blocks for a sequence; None when there is no room, then nothing has changed."""
+    def place(
+        self, sequence: Sequence, take: Callable[[int], bool], *, phase: Phase, num_hit_tokens: int
+    ) -> int | None:
+        """A free row for a sequence, with blocks from take(row); None when there is no room, then nothing has changed.
+
+        num_hit_tokens: of it, need not be computed here.
+        """
         row = self.batch.peek_free_row()
         if row is None:
             return None
@@ -285,14 +323,21 @@ class Instance:
             num_encoder_tokens=ticket.num_encoder_tokens,
         )
         self.kv.start_row(row, sequence.hashes)
-        if not self.kv.allocate(row, num_new_tokens, options):
+        if not take(row):
             self.kv.free(row)
             self.rows.clear(row)
             return None
-        sequence.num_hit_tokens = 0 if options.hit is None else options.hit.num_tokens
+        sequence.num_hit_tokens = num_hit_tokens
         self.rows.num_computed_tokens[row] = sequence.num_hit_tokens
         self.batch.start(row, sequence, phase)
         return row
+
+    def _give_back(self, row: int) -> None:
+        if self.batch.phase[row] == Phase.LOADING:
+            self.tiers.give_back(row)  # when no byte can land there any more
+        else:
+            self.kv.free(row)
+        self._forget_on_workers(row)
 
     def _forget_on_workers(self, row: int) -> None:
         self.batch.freed_rows.append(row)

@@ -45,6 +45,7 @@ def status(instance: Instance, failure: str | None) -> dict[str, Any]:
         "num_hit_tokens": ledger.num_hit_tokens,
         "num_cached_keys": ledger.num_keys,
         "num_evicted_blocks": ledger.num_evicted_blocks,
+        "tiers": dict(instance.tiers.status()),
     }
 
 

@@ -7,7 +7,8 @@
     4  admit    the oldest waiting sequences, unless anything was preempted or is still draining. One whose prefix hit
                 ends in a state that this very step computes is set aside for the next step, with its row and blocks
                 kept free; younger ones go ahead as far as that leaves room. In the next step it is looked up before
-                them, so that only prefills in progress can make it wait again, as a rule for a longer hit
+                them, so that only prefills in progress can make it wait again, as a rule for a longer hit. One
+                whose prefix lies in a tier gets row and blocks, and computes nothing before they are loaded
 
 The oldest row is never preempted for a younger one, so it always ends, and with it every other in turn.
 Counts advance here, at plan time; the tokens arrive in update.py.
@@ -174,6 +175,10 @@ class StepScheduler:
                 kept.keep_for_one(instance.num_blocks_to_hold(sequence, hit))
             elif sequence.is_ferried and not gate.reserve(sequence):
                 blocked_lanes.add(sequence.lane)
+            elif instance.tiers.load(sequence, hit, num_kept_blocks=kept.num_blocks, now_s=now_s):
+                assert sequence.row is not None, sequence
+                kept.num_blocks += instance.kv.room.to_finish(sequence.row)
+                sequence.ticket.mark_scheduled(now_s, num_cached_tokens=sequence.num_hit_tokens)
             elif not self._bring_in(draft, sequence, hit, kept=kept):
                 if sequence.is_ferried:
                     gate.withdraw(sequence)
@@ -227,6 +232,7 @@ class StepScheduler:
 
     def _emit(self, draft: PlanDraft) -> StepPlan:
         instance = self._instance
+        wait_stored = instance.tiers.job_to_wait_for()  # of steps before this one
         rows, num_scheduled, sample = self._columns(draft)
         num_computed = instance.rows.num_computed_tokens.take(rows)
         new_rows = instance.take_new_rows()
@@ -240,6 +246,7 @@ class StepScheduler:
         self._advance(draft, num_computed, sampled)
         return StepPlan(
             step_id=step_id,
+            wait_stored=wait_stored,
             freed_rows=instance.take_freed_rows(),
             new_rows=new_rows,
             deltas=instance.kv.take_deltas(),

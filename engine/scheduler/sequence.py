@@ -46,6 +46,7 @@ class Ticket:
     transfer_bytes: int = 0
     transfer_blocks: int = 0
     transfer_saved_bytes: int = 0
+    num_loaded_tokens: int = 0
 
     @property
     def handle(self) -> int:
@@ -102,6 +103,7 @@ class Ticket:
             transfer_bytes=self.transfer_bytes,
             transfer_blocks=self.transfer_blocks,
             transfer_saved_bytes=self.transfer_saved_bytes,
+            num_loaded_tokens=self.num_loaded_tokens,
         )
 
 
@@ -120,7 +122,8 @@ class Sequence:
     token_ids: Int32Array  # known tokens; current only while row is None
     hashes: RequestHashes
     row: int | None = None
-    num_hit_tokens: int = 0  # local prefix hit of the current admission
+    num_hit_tokens: int = 0  # prefix hit of the current admission, what is loaded from tiers included
+    can_load: bool = True  # False: a load has failed, and what it was for is to be computed
     junction: int = 0  # end of a longer prefix that others share, whose states are to be kept now; 0: none
 
     @property

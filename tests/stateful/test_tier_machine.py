@@ -35,6 +35,7 @@ class TierMachine(RuleBasedStateMachine):
         self.ready: dict[int, TierKey] = {}
         self.readers: dict[int, int] = {}  # of ready and leaving blocks
         self.leaving: dict[int, TierKey] = {}
+        self.spilled: set[int] = set()
 
     @rule(wanted=st.lists(keys, min_size=1, max_size=4, unique=True))
     def begin_store(self, wanted: list[TierKey]) -> None:
@@ -44,6 +45,7 @@ class TierMachine(RuleBasedStateMachine):
         for block, key in zip(blocks, wanted):
             assert block == NO_BLOCK or key not in known, key
         self.forget_evicted()
+        self.spilled -= set(blocks)
         self.storing |= {block: key for block, key in zip(blocks, wanted) if block != NO_BLOCK}
 
     def forget_evicted(self) -> None:
@@ -69,7 +71,8 @@ class TierMachine(RuleBasedStateMachine):
     @rule(places=subsets, counts_as_use=st.booleans())
     def pin(self, places: list[int], counts_as_use: bool) -> None:
         blocks = choose(places, self.ready)
-        (self.ledger.pin if counts_as_use else self.ledger.hold)(blocks)
+        (self.ledger.pin if counts_as_use else self.ledger.spill)(blocks)
+        self.spilled |= set() if counts_as_use else set(blocks.tolist())
         for block in blocks.tolist():
             self.readers[block] = self.readers.get(block, 0) + 1
 
@@ -98,6 +101,7 @@ class TierMachine(RuleBasedStateMachine):
         coldest = self.ledger.coldest(count).tolist()
         assert len(coldest) <= count
         assert all(block in self.ready and block not in self.readers for block in coldest)
+        assert not self.spilled & set(coldest)
 
     def find(self, key: TierKey) -> int:
         return int(self.ledger.find([key.digest])[0, key.group])

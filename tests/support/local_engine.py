@@ -183,7 +183,10 @@ class LocalEngine:
         pending = set(outputs)
         while pending:
             plan = self.central.plan(INSTANCE)
-            assert plan is not None, f"{len(pending)} requests are stuck"
+            if plan is None:
+                self.wait()
+                continue
+            self.exchange()
             plan = plan_from_bytes(pack(plan))  # as it arrives over the wire
             result = self._executor.execute(plan)
             assert result is not None
@@ -194,6 +197,13 @@ class LocalEngine:
                 outputs[handle].append(token_id)
             pending -= {finished.handle for finished in output.finished}
         return list(outputs.values())
+
+    def exchange(self) -> None:
+        """For subclasses: what goes to and comes from the rank beside steps, after every plan."""
+
+    def wait(self) -> None:
+        """For subclasses: nothing can be planned before something else has happened."""
+        raise AssertionError("requests are stuck")
 
     def _add(self, prompt: Sequence[int], num_output: int, encoder_input: Sequence[int] | None) -> int:
         handle, self._next_handle = self._next_handle, self._next_handle + 1

@@ -6,6 +6,7 @@ import dataclasses
 import numpy as np
 from support.sim_cache import GARBAGE
 from support.sim_families import family_groups
+from support.sim_tiers import SimTiers
 from support.sim_worker import VOCAB_SIZE, SimWorker, reference
 from support.slab_serving import geometry
 
@@ -15,15 +16,18 @@ from blockferry.engine.config import Role, SchedulerConfig
 from blockferry.engine.kv.assembly import LedgerOptions
 from blockferry.engine.kv.manager import KVCacheManager
 from blockferry.engine.kv.spec import KVCacheConfig
+from blockferry.engine.kv.tier_ledger import TierLedger
+from blockferry.engine.kv.tier_policies import PolicyName, make_policy
 from blockferry.engine.request import FinishReason, Request, SamplingParams
 from blockferry.engine.rows import RowTable
 from blockferry.engine.scheduler.central import CentralScheduler
 from blockferry.engine.scheduler.handoff import HandoffOptions, LoadFailurePolicy
 from blockferry.engine.scheduler.instance import Instance
+from blockferry.engine.scheduler.offloading import Offloading, OffloadOptions
 from blockferry.engine.scheduler.outputs import Finished, Route, StepOutput
 from blockferry.engine.wire import StepPlan
 
-__all__ = ["VOCAB_SIZE", "Shape", "SimCluster", "SimTransfer", "make_instance", "reference"]
+__all__ = ["VOCAB_SIZE", "Shape", "SimCluster", "SimTransfer", "TierShapes", "make_instance", "reference"]
 
 
 @dataclasses.dataclass(slots=True)
@@ -54,6 +58,17 @@ class Stray:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TierShapes:
+    """What an instance keeps outside of its pool."""
+
+    units_per_block: tuple[int, ...] = (1,) * 8  # of the first groups as many as there are
+    num_units: int = 100
+    num_disk_units: int = 0
+    policy: PolicyName = PolicyName.LRU
+    options: OffloadOptions = dataclasses.field(default_factory=OffloadOptions)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
     """One simulated instance."""
 
@@ -73,6 +88,7 @@ class Shape:
     enable_caching: bool = True
     watermark: float = 0.01
     num_ranks: int = 1
+    tiers: TierShapes | None = None
 
 
 class SimCluster:
@@ -114,6 +130,12 @@ class SimCluster:
         }
         self.plans = {shape.instance_id: collections.deque() for shape in shapes}
         self.results = {shape.instance_id: collections.deque() for shape in shapes}
+        self.tiers = {
+            shape.instance_id: SimTiers(
+                self.workers[shape.instance_id].cache, instance_id=shape.instance_id, num_ranks=shape.num_ranks
+            )
+            for shape in shapes
+        }
         self.transfers: list[SimTransfer] = []
         self.strays: list[Stray] = []
         self.failed: set[str] = set()
@@ -141,6 +163,7 @@ class SimCluster:
 
     def plan(self, instance_id: str) -> StepPlan | None:
         plan = self.central.plan(instance_id)
+        self.fetch_copies()
         if plan is not None:
             self.plans[instance_id].append(plan)
             self._check_order(instance_id, plan)
@@ -150,7 +173,9 @@ class SimCluster:
     def execute(self, instance_id: str) -> bool:
         if not self.plans[instance_id]:
             return False
-        self.results[instance_id].append(self.workers[instance_id].execute(self.plans[instance_id].popleft()))
+        plan, worker = self.plans[instance_id].popleft(), self.workers[instance_id]
+        self.tiers[instance_id].wait_stored(plan.wait_stored, worker.last_step)
+        self.results[instance_id].append(worker.execute(plan))
         return True
 
     def commit(self, instance_id: str) -> bool:
@@ -166,6 +191,28 @@ class SimCluster:
     def tick(self, seconds: float = 0.0) -> None:
         self.now_s += seconds
         self.absorb(self.central.tick())
+
+    def fetch_copies(self) -> None:
+        for instance_id, command in self.central.take_copies():
+            self.tiers[instance_id].start(command)
+
+    def copy(self, instance_id: str, index: int = 0, *, fails: bool = False) -> bool:
+        """One job that may run runs, if there is one; no rank has reported it yet."""
+        tiers = self.tiers[instance_id]
+        ready = tiers.may_run(self.workers[instance_id].last_step)
+        if not ready:
+            return False
+        tiers.run(ready[index % len(ready)], fails=fails)
+        return True
+
+    def report_copy(self, instance_id: str, index: int = 0) -> bool:
+        """One rank reports a job, if there is one to report."""
+        event = self.tiers[instance_id].report(index)
+        if event is None:
+            return False
+        self.absorb(self.central.on_copy(event))
+        self.fetch_copies()
+        return True
 
     def fetch_transfers(self) -> None:
         for instance_id, command in self.central.take_transfers():
@@ -249,6 +296,7 @@ class SimCluster:
         self.plans[instance_id].clear()
         self.results[instance_id].clear()
         self.dying.add(instance_id)
+        self.tiers[instance_id].forget()
         self.absorb(self.central.fail_instance(instance_id, "the simulator killed it"))
 
     def end_processes(self, instance_id: str) -> None:
@@ -286,6 +334,9 @@ class SimCluster:
             has_moved |= self.plan(instance_id) is not None
             has_moved |= self.execute(instance_id)
             has_moved |= self.commit(instance_id)
+            self.fetch_copies()
+            while self.copy(instance_id) or self.report_copy(instance_id):
+                has_moved = True
         for instance_id in list(self.dying):
             self.end_processes(instance_id)
         while finishable := [one for one in self.transfers if one.ranks_left and self.can_finish(one)]:
@@ -381,7 +432,7 @@ def make_instance(shape: Shape, max_model_len: int) -> Instance:
         max_in_flight_tokens=shape.max_num_batched_tokens,
         retention_interval=shape.retention_interval,
     )
-    return Instance(
+    instance = Instance(
         shape.instance_id,
         shape.role,
         config=SchedulerConfig(
@@ -395,3 +446,18 @@ def make_instance(shape: Shape, max_model_len: int) -> Instance:
         rows=rows,
         num_ranks=shape.num_ranks,
     )
+    if shape.tiers is not None:
+        give_tiers(instance, shape.tiers)
+    return instance
+
+
+def give_tiers(instance: Instance, tiers: TierShapes) -> None:
+    units_per_block = tiers.units_per_block[: instance.kv.num_groups]
+    memory, disk = (
+        TierLedger(units_per_block=units_per_block, num_units=size, policy=make_policy(tiers.policy, capacity=size))
+        if size
+        else None
+        for size in (tiers.num_units, tiers.num_disk_units)
+    )
+    assert memory is not None
+    Offloading(instance, memory=memory, disk=disk, options=tiers.options)

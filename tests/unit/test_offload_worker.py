@@ -95,6 +95,16 @@ def test_blocks_are_stored_before_later_jobs_load_into_them(rank: OffloadRank) -
     assert (block_of(rank.pool, 3) == block_of(before, 2)).all()
 
 
+def test_a_store_passes_a_load_that_waits_for_the_step_that_waits_for_the_store(rank: OffloadRank) -> None:
+    rank.run(CopyKind.STORE, part_of([1], first=20))
+    rank.begin(CopyKind.LOAD, [part_of([2], first=20)], after_step=1)
+    job_id = rank.begin(CopyKind.STORE, [part_of([3])], after_step=0)
+    rank.worker.executed(0)
+    rank.worker.wait_stored(job_id)
+    rank.worker.executed(1)
+    assert [rank.events.get(timeout=10.0).job_id for _ in range(2)] == [job_id, job_id - 1]
+
+
 def damage(rank: OffloadRank, offset: int) -> None:
     with rank.disk_path.open("r+b") as file:
         file.seek(offset)

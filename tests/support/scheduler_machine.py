@@ -1,0 +1,147 @@
+"""Verbs of a simulated deployment in any order: what the scheduler's state machines have in common."""
+
+import os
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.sim_families import SPECS
+from support.simulator import VOCAB_SIZE, SimCluster
+
+from blockferry.engine.errors import RequestRejected
+from blockferry.engine.scheduler.outputs import Route
+
+MACHINE_SETTINGS = settings(
+    max_examples=int(os.environ.get("BLOCKFERRY_MACHINE_EXAMPLES", "40")),
+    stateful_step_count=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize="BLOCKFERRY_MACHINE_EXAMPLES" not in os.environ,
+)
+
+MOST_GROUPS = max(len(make_specs(1)) for make_specs in SPECS.values())
+
+small_shapes = st.fixed_dictionaries(
+    {
+        "num_blocks": st.integers(6, 24),
+        "block_size": st.sampled_from([2, 4]),
+        "max_num_seqs": st.integers(1, 6),
+        "max_num_batched_tokens": st.integers(1, 24),
+        "num_steps_in_flight": st.integers(1, 2),
+        "policy": st.sampled_from(["fcfs", "priority"]),
+        "enable_caching": st.booleans(),
+        "watermark": st.sampled_from([0.0, 0.1]),
+        "num_ranks": st.integers(1, 2),
+        "max_queue_len": st.sampled_from([3, 100]),
+    }
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Verbs of a deployment in any order; subclasses say which instances there are."""
+
+    cluster: SimCluster
+    routes: list[Route]
+
+    def __init__(self):
+        super().__init__()
+        self.next_handle = 0
+        self.rejected: set[int] = set()
+
+    # requests
+
+    @rule(
+        data=st.data(),
+        num_prompt_tokens=st.integers(0, 40),
+        max_tokens=st.integers(0, 20),
+        family=st.integers(0, 2),
+        priority=st.integers(0, 2),
+        stop_token_ids=st.sampled_from([(), (3,), (1, 5, 9)]),
+        min_tokens=st.integers(0, 4),
+        num_prompt_logprobs=st.sampled_from([None, None, None, 0]),
+    )
+    def add(
+        self, data, num_prompt_tokens, max_tokens, family, priority, stop_token_ids, min_tokens, num_prompt_logprobs
+    ):
+        self.add_one(
+            family,
+            num_prompt_tokens,
+            data.draw(st.sampled_from(self.routes)),
+            priority=priority,
+            max_tokens=max_tokens,
+            stop_token_ids=stop_token_ids,
+            min_tokens=min_tokens,
+            num_prompt_logprobs=num_prompt_logprobs,
+        )
+
+    def add_one(self, family, num_prompt_tokens, route, **options):
+        # prompts of a family share prefixes
+        prompt = np.random.default_rng(family).integers(0, VOCAB_SIZE, 40)[:num_prompt_tokens]
+        handle = self.next_handle
+        self.next_handle += 1
+        try:
+            self.cluster.add(handle, prompt, route, **options)
+        except RequestRejected:
+            self.rejected.add(handle)
+
+    @precondition(lambda self: self.cluster.central.num_unfinished)
+    @rule(data=st.data())
+    def abort(self, data):
+        unfinished = sorted(set(self.cluster.requests) - set(self.cluster.finished))
+        self.cluster.abort(data.draw(st.sampled_from(unfinished)))
+
+    def abort_one(self, handle):
+        if handle in set(self.cluster.requests) - set(self.cluster.finished):
+            self.cluster.abort(handle)
+
+    # steps, out of phase
+
+    @rule(data=st.data())
+    def plan(self, data):
+        self.cluster.plan(data.draw(st.sampled_from(sorted(self.cluster.instances))))
+
+    @rule(data=st.data())
+    def execute(self, data):
+        self.cluster.execute(data.draw(st.sampled_from(sorted(self.cluster.instances))))
+
+    @rule(data=st.data())
+    def commit(self, data):
+        self.cluster.commit(data.draw(st.sampled_from(sorted(self.cluster.instances))))
+
+    @rule(seed=st.integers(0, 1 << 16), num_actions=st.integers(1, 40))
+    def churn(self, seed, num_actions):
+        # each instance has a pace of its own, so that some workers lag behind
+        generator = np.random.default_rng(seed)
+        cluster, instance_ids = self.cluster, sorted(self.cluster.instances)
+        actions = [cluster.plan, cluster.execute, cluster.commit]
+        pace = generator.dirichlet(np.append(np.ones(3 * len(instance_ids) + 1), 0.2))
+        for choice in generator.choice(len(pace), num_actions, p=pace).tolist():
+            if choice < 3 * len(instance_ids):
+                actions[choice % 3](instance_ids[choice // 3])
+            elif choice == len(pace) - 1:
+                self.abort_one(int(generator.integers(self.next_handle + 1)))
+            elif finishable := [one for one in cluster.transfers if one.ranks_left and cluster.can_finish(one)]:
+                cluster.finish_transfer(cluster.transfers.index(finishable[generator.integers(len(finishable))]))
+            cluster.check()
+
+    @rule(num_requests=st.integers(2, 6), num_prompt_tokens=st.integers(1, 24), data=st.data())
+    def add_burst(self, num_requests, num_prompt_tokens, data):
+        """Requests of one prefix, which meet in the caches of both sides."""
+        route = data.draw(st.sampled_from(self.routes[:4]))
+        for index in range(num_requests):
+            self.add_one(0, num_prompt_tokens + index % 3, route, max_tokens=2 + 3 * index, stop_token_ids=(2, 4, 6))
+
+    @rule(seconds=st.sampled_from([0.1, 5.0, 20.0, 40.0, 100.0]))
+    def let_time_pass(self, seconds):
+        self.cluster.tick(seconds)
+
+    @invariant()
+    def books_agree(self):
+        if hasattr(self, "cluster"):
+            self.cluster.check()
+
+    def teardown(self):
+        if hasattr(self, "cluster"):
+            self.cluster.drain()
+            self.cluster.check_all_free()
