@@ -20,6 +20,7 @@ from typing import Any
 import ray
 
 from blockferry.cluster.interfaces import interface_of
+from blockferry.cluster.offload_settings import TierSettings
 from blockferry.cluster.rank_watch import RankWatch
 from blockferry.cluster.scheduler_host import SchedulerSettings, build_loop
 from blockferry.cluster.scheduler_loop import SchedulerLoop
@@ -110,9 +111,9 @@ class WorkerActor:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
         self._host.load(init_method=init_method)
 
-    def create_pool(self, plan: InstancePlan) -> bytes:
-        """Make the pool; returns its endpoint for peers."""
-        return self._host.create_pool(plan)
+    def create_pool(self, plan: InstancePlan, tiers: TierSettings | None) -> bytes:
+        """Make the pool and what is behind it; returns its endpoint for peers."""
+        return self._host.create_pool(plan, tiers)
 
     def connect(self, own: bytes, peers: Sequence[bytes]) -> None:
         """Connect to the pools of peer instances; `own` is this rank's endpoint as they have it."""

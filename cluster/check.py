@@ -22,8 +22,9 @@ from blockferry.cluster.checkpoint import ModelNotFetchedError, find_model
 from blockferry.cluster.deployment import Deployment, is_disaggregated, load_deployment
 from blockferry.cluster.instance_plans import plan_of
 from blockferry.cluster.listen import ListenError, bind
+from blockferry.cluster.offload_settings import GIB, tier_settings
 from blockferry.cluster.plan_facts import PlanFacts, facts_of_instance, summary_of
-from blockferry.engine.config import DeploymentConfig, Device
+from blockferry.engine.config import DeploymentConfig, Device, InstanceConfig
 from blockferry.engine.errors import BlockferryError, ConfigError
 
 MIB = 2**20
@@ -175,35 +176,70 @@ def _check_lengths(deployment: Deployment) -> Iterator[Finding]:
 def check_machine(deployment: Deployment) -> Iterator[Finding]:
     """Memory, cores and shared memory of a deployment that all runs here."""
     config = deployment.config
-    pools = weights = 0
+    pools = weights = tiers = 0
     num_threads = 0
     stored = sum(file.stat().st_size for file in config.model.path.glob("*.safetensors"))
     for instance in config.instances:
         num_ranks = instance.tensor_parallel * instance.pipeline_parallel
         plan = plan_of(config.model, deployment.header, instance, where="")
-        pools += instance.replicas * instance.tensor_parallel * sum(stage.pool_bytes for stage in plan.stages)
+        num_stage_ranks = instance.replicas * instance.tensor_parallel
+        pools += num_stage_ranks * sum(stage.pool_bytes for stage in plan.stages)
+        settings = tier_settings(plan, instance, where="")
+        if settings is not None:
+            tiers += num_stage_ranks * sum(settings.memory_bytes(pp_rank) for pp_rank in range(len(plan.stages)))
+            words = f"{settings.num_units} units of {max(settings.unit_bytes) / 1024:.0f} KiB a rank"
+            yield _ok("offload", f"{words}; at least {settings.useful_fraction:.0%} of a block's units are content")
+            yield from _check_disk(instance, num_ranks=instance.replicas * num_ranks)
         weights += instance.replicas * (stored + num_ranks * PROCESS_BYTES)
         num_threads += instance.replicas * num_ranks * instance.num_threads
     yield from _check_threads(num_threads)
     if config.device is Device.CUDA:
         return
     available = _available_bytes()
-    needed = pools + weights
+    needed = pools + weights + tiers
     words = f"pools {pools / MIB:.0f} MiB + weights and processes {weights / MIB:.0f} MiB"
+    remedy = "lower cache.memory"
+    if tiers:
+        words, remedy = f"{words} + offload {tiers / MIB:.0f} MiB", f"{remedy} or offload.cpu_gib"
     if needed > available:
-        yield _error("memory", f"{words} exceed the {available / MIB:.0f} MiB available; lower cache.memory")
+        yield _error("memory", f"{words} exceed the {available / MIB:.0f} MiB available; {remedy}")
     else:
         yield _ok("memory", f"{words} of {available / MIB:.0f} MiB available")
-    if is_disaggregated(config):
-        shared = shutil.disk_usage("/dev/shm").free
-        if pools > shared:
-            yield _error(
-                "/dev/shm",
-                f"pools take {pools / MIB:.0f} MiB of shared memory, {shared / MIB:.0f} MiB are free; "
-                "lower cache.memory, or enlarge it (docker run --shm-size)",
-            )
-        else:
-            yield _ok("/dev/shm", f"pools take {pools / MIB:.0f} of {shared / MIB:.0f} MiB")
+    yield from _check_shared_memory(pools=pools if is_disaggregated(config) else 0, tiers=tiers)
+
+
+def _check_shared_memory(*, pools: int, tiers: int) -> Iterator[Finding]:
+    """Pools that are ferried, and tiers, lie in /dev/shm."""
+    if not pools + tiers:
+        return
+    shared = shutil.disk_usage("/dev/shm").free
+    words = " and ".join(
+        f"{name} take {num_bytes / MIB:.0f} MiB"
+        for name, num_bytes in (("pools", pools), ("offload", tiers))
+        if num_bytes
+    )
+    if pools + tiers > shared:
+        yield _error(
+            "/dev/shm",
+            f"{words} of shared memory, {shared / MIB:.0f} MiB are free; "
+            "lower cache.memory or offload.cpu_gib, or enlarge it (docker run --shm-size)",
+        )
+    else:
+        yield _ok("/dev/shm", f"{words} of {shared / MIB:.0f} MiB")
+
+
+def _check_disk(instance: InstanceConfig, *, num_ranks: int) -> Iterator[Finding]:
+    """Room for the disk tiers of an instance kind's ranks."""
+    offload = instance.offload
+    if offload is None or offload.disk_path is None:
+        return
+    folder = next(folder for folder in (offload.disk_path, *offload.disk_path.parents) if folder.exists())
+    free_gib, wanted_gib = shutil.disk_usage(folder).free / GIB, num_ranks * offload.disk_gib
+    if wanted_gib > free_gib:
+        reason = f"{wanted_gib:g} GiB do not fit the {free_gib:.1f} GiB free in {folder}"
+        yield _error("offload.disk", f"{reason}; lower offload.disk.gib or choose another path")
+    else:
+        yield _ok("offload.disk", f"{wanted_gib:g} of {free_gib:.1f} GiB free in {folder}")
 
 
 def _check_threads(num_threads: int) -> Iterator[Finding]:

@@ -107,7 +107,7 @@ def print_answers(answers: Sequence[Answer]) -> None:
         print_line("")
     table = Table(box=None, padding=(0, 2, 0, 0))
     ferry = ("blocks ferried", "bytes ferried", "bytes saved", "wait for blocks")
-    for heading in ("prompt", "output", "cached", *ferry, "TTFT", "decode"):
+    for heading in ("prompt", "output", "cached", "loaded", *ferry, "TTFT", "decode"):
         table.add_column(heading, justify="right")
     for answer in answers:
         stats = answer.stats
@@ -116,6 +116,7 @@ def print_answers(answers: Sequence[Answer]) -> None:
             f"{stats.num_prompt_tokens} tok",
             f"{stats.num_output_tokens} tok",
             f"{stats.num_cached_tokens} tok",
+            f"{stats.num_loaded_tokens} tok",
             str(stats.transfer_blocks),
             size_words(stats.transfer_bytes),
             size_words(stats.transfer_saved_bytes) if is_ferried else "-",
@@ -164,8 +165,28 @@ def print_status(deployments: Sequence[Mapping[str, Any]]) -> None:
                 ),
             )
         console.print(table)
+        for line in _tier_lines(one["instances"]):
+            console.print(line, highlight=False, soft_wrap=True)
         for line in _plan_lines(one["instances"]):
             console.print(line, highlight=False, soft_wrap=True)
+
+
+def _tier_lines(instances: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What each instance keeps outside of its pool."""
+    for instance in instances:
+        tiers = instance.get("tiers")
+        if not tiers:
+            continue
+        kept = [
+            f"{tiers[f'{tier}_blocks']} blocks in {tier} ({tiers[f'{tier}_usage']:.0%} full)"
+            for tier in ("memory", "disk")
+            if f"{tier}_blocks" in tiers
+        ]
+        yield (
+            f"  {instance['instance_id']}: offload keeps {', '.join(kept)}; stored {size_words(tiers['store_bytes'])}, "
+            f"loaded {size_words(tiers['load_bytes'] + tiers['fetch_bytes'])} for {tiers['num_loaded_tokens']} tokens, "
+            f"{tiers['num_failed_loads']} loads failed"
+        )
 
 
 def _plan_lines(instances: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -13,6 +13,7 @@ from typing import Protocol
 from blockferry.cluster.checkpoint import local_folder, read_checkpoint, resolve_model, stored_dtype
 from blockferry.cluster.fetch import Progress
 from blockferry.cluster.instance_plans import CACHE_DTYPES, PLANNERS, plan_of
+from blockferry.cluster.offload_settings import check_offload, read_offload, tier_settings
 from blockferry.cluster.yaml_reader import Section, load_yaml
 from blockferry.connectors.base import Overlap, TransferMode
 from blockferry.engine.config import (
@@ -75,6 +76,7 @@ def load_deployment(
     wanted = _ModelWishes.read(model_section)
     root.finish()
     _check_instances(instances, device)
+    check_offload(instances, device)
     folder = wanted.find(resolve, file.parent, progress)
     header = read_checkpoint(wanted.key, folder)
     model = _model(folder, wanted, header)
@@ -204,6 +206,7 @@ def _instance(section: Section, *, cache: CacheConfig, scheduler: SchedulerConfi
         num_threads=section.integer("num_threads", 1, minimum=1, maximum=1024),
         cache=_cache(section.section("cache"), cache),
         scheduler=_scheduler(section.section("scheduler"), scheduler),
+        offload=read_offload(section.section("offload")),
     )
     section.finish()
     if device is Device.CUDA and instance.num_gpus == 0:
@@ -294,4 +297,5 @@ def _check_instances(instances: tuple[InstanceConfig, ...], device: Device) -> N
 
 def _check_against_checkpoint(config: DeploymentConfig, header: ModelHeader) -> None:
     for index, instance in enumerate(config.instances):
-        plan_of(config.model, header, instance, where=f"instances[{index}]")
+        where = f"instances[{index}]"
+        tier_settings(plan_of(config.model, header, instance, where=where), instance, where=where)

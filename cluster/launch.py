@@ -24,6 +24,8 @@ from blockferry.cluster.deployment import Deployment, is_disaggregated
 from blockferry.cluster.instance_plans import plan_of
 from blockferry.cluster.interrupt import stop_signals
 from blockferry.cluster.launch_progress import Progress, Report
+from blockferry.cluster.offload_host import remove_files
+from blockferry.cluster.offload_settings import TierSettings, tier_settings
 from blockferry.cluster.placement import PlacedInstance
 from blockferry.cluster.plan_facts import facts_of_instance
 from blockferry.cluster.ray_session import NAMESPACE
@@ -102,6 +104,7 @@ class Running:
                 ray.kill(actor)
         with contextlib.suppress(ray.exceptions.RayError):
             placement.release(self.groups)
+        remove_files(self.config)
         self.api = self.scheduler = None
         self.workers, self.runs, self.groups = {}, {}, {}
 
@@ -216,6 +219,7 @@ def _worker_settings(
         instance_id=instance.instance_id,
         spec=spec,
         connector=config.connector if is_disaggregated(config) else None,
+        deployment=config.name,
     )
 
 
@@ -249,9 +253,13 @@ def plan_instances(deployment: Deployment, instances: Sequence[PlacedInstance]) 
     }
 
 
+def _tiers(plans: Mapping[str, InstancePlan], instance: PlacedInstance) -> TierSettings | None:
+    return tier_settings(plans[instance.instance_id], instance.config, where=f"instances[{instance.index}]")
+
+
 def _make_pools(running: Running, plans: Mapping[str, InstancePlan], report: Report) -> None:
     calls = [
-        rank.create_pool.remote(plans[instance.instance_id])
+        rank.create_pool.remote(plans[instance.instance_id], _tiers(plans, instance))
         for instance in running.instances
         for rank in running.workers[instance.instance_id]
     ]
@@ -290,6 +298,7 @@ def _start_scheduler(
                 scheduler=instance.config.scheduler,
                 max_num_encoder_tokens=plans[instance.instance_id].model.num_encoder_tokens,
                 plan=facts_of_instance(plans[instance.instance_id]),
+                tiers=_tiers(plans, instance),
             )
             for instance in running.instances
         ),

@@ -2,8 +2,8 @@
 
 Knows what travels, not how: sockets belong to the loops. No pickle; a foreign wire version is refused.
 
-    worker -> scheduler   HELLO  BEAT  RESULT  EVENT  TROUBLE
-    scheduler -> worker   PLAN  TRANSFER  CANCEL  STOP
+    worker -> scheduler   HELLO  BEAT  RESULT  EVENT  COPIED  TROUBLE
+    scheduler -> worker   PLAN  TRANSFER  CANCEL  COPY  STOP
     client -> scheduler   HELLO  REQUEST  ABORT  STATUS
     scheduler -> client   WELCOME  BEAT  OUTPUT  REJECTED  STATUS_REPLY  STOP
 
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from blockferry.connectors.base import TransferCommand, TransferEvent, TransferMode, TransferPart, TransferState
+from blockferry.connectors.offload_base import CopyCommand, CopyEvent, CopyKind, CopyPart
 from blockferry.engine import wire
 from blockferry.engine.request import FinishReason, Request, RequestStats
 from blockferry.engine.scheduler.outputs import Finished
@@ -38,6 +39,8 @@ class Tag(enum.Enum):
     TRANSFER = b"t"  # TransferCommand
     CANCEL = b"c"  # transfer_id
     EVENT = b"e"  # TransferEvent
+    COPY = b"k"  # CopyCommand
+    COPIED = b"d"  # CopyEvent
     TROUBLE = b"x"  # reason: this worker can no longer compute
     REQUEST = b"q"  # Request
     ABORT = b"a"  # handle
@@ -146,6 +149,18 @@ def event_from(payload: bytes) -> TransferEvent:
     """Decode a TransferEvent."""
     value = wire.unpack(payload)
     return TransferEvent(**(value | {"state": TransferState(value["state"])}))
+
+
+def copy_from(payload: bytes) -> CopyCommand:
+    """Decode a CopyCommand."""
+    value = wire.unpack(payload)
+    parts = tuple(CopyPart(**part) for part in value["parts"])
+    return CopyCommand(**(value | {"kind": CopyKind(value["kind"]), "parts": parts}))
+
+
+def copied_from(payload: bytes) -> CopyEvent:
+    """Decode a CopyEvent."""
+    return CopyEvent(**wire.unpack(payload))
 
 
 def outputs_from(payload: bytes) -> OutputBatch:

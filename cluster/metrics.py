@@ -191,11 +191,24 @@ class _EngineCollector:
         ("num_requests_running", "num_running", "Requests being computed."),
         ("num_requests_waiting", "num_waiting", "Requests waiting to be computed."),
         ("kv_cache_usage_perc", "usage", "Share of KV blocks in use, 1 is all."),
+        ("offload_memory_usage_perc", "offload_memory_usage", "Share of the memory tier in use, 1 is all."),
+        ("offload_disk_usage_perc", "offload_disk_usage", "Share of the disk tier in use, 1 is all."),
+        ("offload_num_loading", "offload_num_loading", "Requests whose blocks are being loaded."),
     )
     COUNTERS = (
         ("num_preemptions", "num_preemptions", "Preemptions."),
         ("prefix_cache_queries", "num_queried_tokens", "Prompt tokens looked up in the prefix cache."),
         ("prefix_cache_hits", "num_hit_tokens", "Prompt tokens found in the prefix cache."),
+        ("offload_loaded_tokens", "offload_num_loaded_tokens", "Tokens loaded from tiers rather than computed."),
+        ("offload_failed_loads", "offload_num_failed_loads", "Loads that failed or came too late."),
+        ("offload_memory_stored_blocks", "offload_memory_stored_blocks", "KV blocks stored in memory."),
+        ("offload_memory_loaded_blocks", "offload_memory_loaded_blocks", "KV blocks loaded from memory."),
+        ("offload_disk_stored_blocks", "offload_disk_stored_blocks", "KV blocks copied to disk."),
+        ("offload_disk_loaded_blocks", "offload_disk_loaded_blocks", "KV blocks loaded from disk."),
+        ("offload_stored_bytes", "offload_store_bytes", "Bytes stored in memory, of all ranks."),
+        ("offload_loaded_bytes", "offload_load_bytes", "Bytes loaded from memory, of all ranks."),
+        ("offload_demoted_bytes", "offload_demote_bytes", "Bytes copied to disk, of all ranks."),
+        ("offload_fetched_bytes", "offload_fetch_bytes", "Bytes loaded from disk, of all ranks."),
     )
     LABELS = ("model_name", "engine", "role")
 

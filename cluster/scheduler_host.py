@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from blockferry.cluster.offload_settings import TierSettings
 from blockferry.cluster.plan_facts import PlanFacts
 from blockferry.cluster.scheduler_loop import LoopTiming, Member, SchedulerLoop
 from blockferry.connectors.base import Overlap, TransferMode
@@ -17,10 +18,14 @@ from blockferry.engine.config import CacheConfig, ConnectorConfig, Role, Schedul
 from blockferry.engine.kv.assembly import LedgerOptions
 from blockferry.engine.kv.manager import KVCacheManager
 from blockferry.engine.kv.spec import KVCacheConfig
+from blockferry.engine.kv.tier_ledger import TierLedger
+from blockferry.engine.kv.tier_policies import PolicyName, make_policy
 from blockferry.engine.rows import RowTable
 from blockferry.engine.scheduler.central import CentralScheduler
 from blockferry.engine.scheduler.handoff import HandoffOptions, LoadFailurePolicy
 from blockferry.engine.scheduler.instance import Instance
+from blockferry.engine.scheduler.offload_stores import StoreWhen
+from blockferry.engine.scheduler.offloading import Offloading, OffloadOptions
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +40,7 @@ class InstanceSettings:
     scheduler: SchedulerConfig
     max_num_encoder_tokens: int = 0  # of one encoder input
     plan: PlanFacts | None = None  # that kv was made from; for status only
+    tiers: TierSettings | None = None  # behind the pool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +123,7 @@ def _instance(settings: InstanceSettings, max_model_len: int) -> Instance:
             max_num_encoder_tokens=settings.max_num_encoder_tokens,
         ),
     )
-    return Instance(
+    instance = Instance(
         settings.instance_id,
         settings.role,
         config=settings.scheduler,
@@ -125,3 +131,26 @@ def _instance(settings: InstanceSettings, max_model_len: int) -> Instance:
         rows=rows,
         num_ranks=settings.num_ranks,
     )
+    if settings.tiers is not None:
+        _give_tiers(instance, settings.tiers)
+    return instance
+
+
+def _give_tiers(instance: Instance, tiers: TierSettings) -> None:
+    config = tiers.config
+    Offloading(
+        instance,
+        memory=_tier(tiers, tiers.num_units),
+        disk=_tier(tiers, tiers.num_disk_units) if tiers.num_disk_units else None,
+        options=OffloadOptions(
+            when=StoreWhen(config.store),
+            min_load_tokens=config.min_load_tokens,
+            load_timeout_s=config.load_timeout_s,
+            policy=LoadFailurePolicy(config.load_failure_policy),
+        ),
+    )
+
+
+def _tier(tiers: TierSettings, num_units: int) -> TierLedger:
+    policy = make_policy(PolicyName(tiers.config.policy), capacity=num_units)
+    return TierLedger(units_per_block=tiers.units_per_block, num_units=num_units, policy=policy)

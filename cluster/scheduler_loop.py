@@ -194,6 +194,8 @@ class SchedulerLoop:
             event = messages.event_from(payload)
             self._transfers.count(event)
             self._absorb(self._central.on_transfer(event))
+        elif tag is Tag.COPIED:
+            self._absorb(self._central.on_copy(messages.copied_from(payload)))
         elif tag is Tag.TROUBLE:
             self._fail(worker.instance_id, f"rank {worker.rank}: {wire.unpack(payload)}")
 
@@ -336,6 +338,9 @@ class SchedulerLoop:
             member = self._members[instance_id]
             self._to_ranks(member, messages.Channel.CONTROL, messages.encode(Tag.CANCEL, transfer_id))
 
+        for instance_id, copy in self._central.take_copies():
+            self._to_ranks(self._members[instance_id], messages.Channel.CONTROL, messages.encode(Tag.COPY, copy))
+
     def _to_ranks(self, member: Member, channel: messages.Channel, frames: Frames) -> None:
         for rank in range(member.num_ranks):
             worker = WorkerId(instance_id=member.instance_id, rank=rank, channel=channel)
@@ -367,6 +372,7 @@ class SchedulerLoop:
             entry["kv_cache_usage"] = entry["usage"]
             entry["prefix_cache_queries"] = entry["num_queried_tokens"]
             entry["prefix_cache_hits"] = entry["num_hit_tokens"]
+            entry.update({f"offload_{key}": value for key, value in entry["tiers"].items()})
         status["transfers"] = dataclasses.asdict(self._transfers)
         status["healthy"] = self._health.is_complete and not self._health.reason
         status["reason"] = self._health.reason

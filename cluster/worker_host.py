@@ -11,16 +11,20 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from blockferry.cluster.offload_host import Executor, GatedExecutor, RankPool, open_offload
+from blockferry.cluster.offload_settings import TierSettings
 from blockferry.cluster.worker_loop import WorkerLoop
 from blockferry.cluster.worker_settings import WorkerSettings
-from blockferry.connectors.base import RankIdentity
+from blockferry.connectors.base import ByteArray, RankIdentity, TransferEvent
 from blockferry.connectors.handshake import decode_endpoint
+from blockferry.connectors.offload_base import CopyEvent
+from blockferry.connectors.offload_worker import OffloadWorker
 from blockferry.connectors.pd_transfers import TransferLimits
 from blockferry.connectors.pd_worker import PdWorker, PdWorkerOptions
 from blockferry.connectors.transport import open_ucx
 from blockferry.engine.kv.instance_plan import InstancePlan
+from blockferry.engine.worker.pool_memory import Allocate
 from blockferry.engine.worker.worker import Worker, check_checkpoint
 
 
@@ -31,6 +35,7 @@ class WorkerHost:
         self._settings = settings
         self._worker: Worker | None = None
         self._ferry: PdWorker | None = None
+        self._offload: OffloadWorker | None = None
         self._loop: WorkerLoop | None = None
 
     def check(self) -> None:
@@ -43,31 +48,45 @@ class WorkerHost:
         self._worker = Worker(spec)
         self._worker.load()
 
-    def create_pool(self, plan: InstancePlan) -> bytes:
-        """Make the pool and compute once in it; returns what peers need to reach it, empty where nothing is ferried."""
-        worker = self._need_worker()
-        self._loop = WorkerLoop(instance_id=self._settings.instance_id, rank=self._settings.spec.rank, executor=worker)
-        connector = self._settings.connector
-        if connector is None:
-            worker.init_cache(plan, _zeroed)
-            worker.warm_up()
-            return b""
-        self._ferry = PdWorker(
-            open_ucx(connector.ucx_options),
-            RankIdentity(
-                instance_id=self._settings.instance_id,
-                rank=self._settings.spec.rank,
-                tp_rank=self._settings.spec.tp_rank,
-                pp_rank=self._settings.spec.pp_rank,
-                model_fingerprint=worker.fingerprint(),
-            ),
-            self._loop.on_transfer_event,
-            PdWorkerOptions(limits=TransferLimits(are_checked=connector.checksums)),
-            progress=worker.progress,
+    def create_pool(self, plan: InstancePlan, tiers: TierSettings | None = None) -> bytes:
+        """Make the pool, and tiers behind it, and compute once in it; returns what peers need to reach it.
+
+        Empty where nothing is ferried.
+        """
+        worker, spec = self._need_worker(), self._settings.spec
+        own = RankIdentity(
+            instance_id=self._settings.instance_id,
+            rank=spec.rank,
+            tp_rank=spec.tp_rank,
+            pp_rank=spec.pp_rank,
+            model_fingerprint=worker.fingerprint(),
         )
-        worker.init_cache(plan, self._ferry.allocate)
+        allocate: Allocate = _zeroed
+        connector = self._settings.connector
+        if connector is not None:
+            self._ferry = PdWorker(
+                open_ucx(connector.ucx_options),
+                own,
+                self._on_transfer_event,
+                PdWorkerOptions(limits=TransferLimits(are_checked=connector.checksums)),
+                progress=worker.progress,
+            )
+            allocate = self._ferry.allocate
+        pools: list[ByteArray] = []
+
+        def remember(num_bytes: int) -> ByteArray:
+            pools.append(allocate(num_bytes))
+            return pools[-1]
+
+        worker.init_cache(plan, remember)
         worker.warm_up()
-        return self._ferry.endpoint(worker.layouts())
+        executor: Executor = worker
+        if tiers is not None:
+            pool = RankPool(memory=pools[-1], layouts=worker.layouts())
+            self._offload = open_offload(tiers, own, pool, self._on_copy_event, deployment=self._settings.deployment)
+            executor = GatedExecutor(worker, self._offload)
+        self._loop = WorkerLoop(instance_id=own.instance_id, rank=own.rank, executor=executor)
+        return b"" if self._ferry is None else self._ferry.endpoint(worker.layouts())
 
     def connect(self, own: bytes, peers: Sequence[bytes]) -> None:
         """Connect to instances that this one ferries blocks to or from, given as the endpoints of all their ranks.
@@ -83,7 +102,7 @@ class WorkerHost:
     def run(self, endpoint: str) -> str:
         """Serve the scheduler at `endpoint` on this thread until it says stop; returns its reason."""
         assert self._loop is not None, "create_pool() comes first"
-        self._loop.run(endpoint, self._ferry)
+        self._loop.run(endpoint, self._ferry, self._offload)
         return self._loop.stop_reason
 
     def stop(self) -> None:
@@ -93,6 +112,9 @@ class WorkerHost:
 
     def close(self) -> None:
         """Release connections, the pool and the process group; run() must have ended. Idempotent."""
+        if self._offload is not None:
+            self._offload.remove()
+            self._offload = None
         if self._ferry is not None:
             self._ferry.close()
             self._ferry = None
@@ -100,11 +122,21 @@ class WorkerHost:
             self._worker.close()
             self._worker = None
 
+    # connectors begin before the loop, but report nothing before it runs
+
+    def _on_transfer_event(self, event: TransferEvent) -> None:
+        assert self._loop is not None, event
+        self._loop.on_transfer_event(event)
+
+    def _on_copy_event(self, event: CopyEvent) -> None:
+        assert self._loop is not None, event
+        self._loop.on_copy_event(event)
+
     def _need_worker(self) -> Worker:
         assert self._worker is not None, "load() comes first"
         return self._worker
 
 
-def _zeroed(num_bytes: int) -> NDArray[np.uint8]:
+def _zeroed(num_bytes: int) -> ByteArray:
     # calloc: pages that no block has touched take no memory
     return np.zeros(num_bytes, np.uint8)

@@ -4,8 +4,8 @@ Owns one ZeroMQ socket per thread and the order of plans. The model thread is th
 events come from the connector's own thread through a mailbox. Knows nothing of Ray or models.
 
     model thread     STEPS socket:    PLAN -> execute -> RESULT
-    control thread   CONTROL socket:  TRANSFER, CANCEL -> connector;  mailbox -> EVENT;  BEAT every beat_s;
-                     TROUBLE once the connector's thread is stuck: its transfers would never be reported
+    control thread   CONTROL socket:  TRANSFER, CANCEL, COPY -> connectors;  mailbox -> EVENT, COPIED;  BEAT every
+                     beat_s; TROUBLE once the connector's thread is stuck: its transfers would never be reported
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from typing import Protocol
 import zmq
 
 from blockferry.cluster import messages
-from blockferry.cluster.messages import Channel, Tag, WorkerId
+from blockferry.cluster.messages import Channel, Frames, Tag, WorkerId
 from blockferry.cluster.wakeup import Mailbox
 from blockferry.connectors.base import TransferCommand, TransferEvent
+from blockferry.connectors.offload_base import CopyCommand, CopyEvent
 from blockferry.engine import wire
 from blockferry.engine.wire import StepPlan, StepResult
 
@@ -47,6 +48,13 @@ class Ferry(Protocol):
 
     def cancel(self, transfer_id: int) -> None:
         """Quiesce a transfer; its event comes through the mailbox."""
+
+
+class Copier(Protocol):
+    """The offload connector's worker half as this loop needs it; thread-safe, returns at once."""
+
+    def start(self, command: CopyCommand) -> None:
+        """Begin a copy; its event comes through the mailbox."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,22 +83,26 @@ class WorkerLoop:
         self._executor = executor
         self._timing = timing
         self._stopped = threading.Event()
-        self._events: Mailbox[TransferEvent] = Mailbox()
+        self._events: Mailbox[Frames] = Mailbox()
         self._context = zmq.Context()
         self.stop_reason = ""
 
     def on_transfer_event(self, event: TransferEvent) -> None:
         """The connector's EventSink. Any thread."""
-        self._events.put(event)
+        self._events.put(messages.encode(Tag.EVENT, event))
+
+    def on_copy_event(self, event: CopyEvent) -> None:
+        """The offload connector's CopySink. Any thread."""
+        self._events.put(messages.encode(Tag.COPIED, event))
 
     def stop(self) -> None:
         """End both threads soon. Any thread."""
         self._stopped.set()
 
-    def run(self, endpoint: str, ferry: Ferry | None) -> None:
+    def run(self, endpoint: str, ferry: Ferry | None, copier: Copier | None = None) -> None:
         """Execute the plans of the scheduler at `endpoint` until stopped; returns when both threads have ended."""
         self._endpoint = endpoint
-        control = threading.Thread(target=self._run_control, args=(ferry,), name="control", daemon=True)
+        control = threading.Thread(target=self._run_control, args=(ferry, copier), name="control", daemon=True)
         control.start()
         try:
             self._run_steps()
@@ -140,7 +152,7 @@ class WorkerLoop:
 
     # --- control thread
 
-    def _run_control(self, ferry: Ferry | None) -> None:
+    def _run_control(self, ferry: Ferry | None, copier: Copier | None) -> None:
         with self._connect(Channel.CONTROL) as socket:
             poller = zmq.Poller()
             poller.register(socket, zmq.POLLIN)
@@ -154,9 +166,9 @@ class WorkerLoop:
                 ready = dict(poller.poll(int(min(self._timing.stop_poll_s, next_beat_s - now_s) * 1000) + 1))
                 if self._events.fd in ready:
                     for event in self._events.take():
-                        socket.send_multipart(messages.encode(Tag.EVENT, event))
+                        socket.send_multipart(event)
                 if socket in ready:
-                    self._take_commands(socket, ferry)
+                    self._take_commands(socket, ferry, copier)
 
     def _sign_of_life(self, ferry: Ferry | None) -> messages.Frames:
         stuck_s = 0.0 if ferry is None else ferry.stuck_s
@@ -164,7 +176,7 @@ class WorkerLoop:
             return messages.encode(Tag.BEAT, {})
         return messages.encode(Tag.TROUBLE, f"its transfer thread has not answered for {stuck_s:.1f} s")
 
-    def _take_commands(self, socket: zmq.Socket[bytes], ferry: Ferry | None) -> None:
+    def _take_commands(self, socket: zmq.Socket[bytes], ferry: Ferry | None, copier: Copier | None) -> None:
         while True:
             try:
                 tag, payload = messages.split(socket.recv_multipart(zmq.NOBLOCK))
@@ -173,6 +185,8 @@ class WorkerLoop:
             if tag is Tag.STOP:
                 self.stop_reason = str(wire.unpack(payload))
                 self._stopped.set()
+            elif tag is Tag.COPY and copier is not None:
+                copier.start(messages.copy_from(payload))
             elif ferry is None:
                 logger.warning("dropped a %s message: this deployment ferries nothing", tag.name)
             elif tag is Tag.TRANSFER:

@@ -15,3 +15,4 @@ class WorkerSettings:
     instance_id: str
     spec: WorkerSpec
     connector: ConnectorConfig | None  # None: this deployment ferries nothing
+    deployment: str = ""  # its name

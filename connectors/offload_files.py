@@ -9,6 +9,7 @@ number is not taken for it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import logging
@@ -71,10 +72,14 @@ def open_tier_file(path: Path, num_bytes: int, *, fingerprint: bytes, owner: Fil
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         return TierFile(path=path, descriptor=descriptor, is_found=True)
     try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(descriptor, 0)
         os.posix_fallocate(descriptor, 0, HEADER_BYTES + num_bytes)
         os.pwrite(descriptor, header, 0)
         fcntl.flock(descriptor, fcntl.LOCK_SH)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise OffloadError(f"{path} is in use by another deployment of this name; change `name`") from None
     except OSError as error:
         path.unlink(missing_ok=True)
         os.close(descriptor)
@@ -97,19 +102,31 @@ def remove_leftovers(folder: Path) -> list[Path]:
     return removed
 
 
+def remove_unused(folder: Path, prefix: str) -> None:
+    """Remove files that begin with prefix and that nobody uses, whether their owner lives or not."""
+    for path in folder.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):  # somebody else's, or gone meanwhile
+            if not _is_used(path):
+                path.unlink()
+
+
+def _is_used(path: Path) -> bool:
+    with path.open("rb") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 def _is_left_over(path: Path) -> bool:
     with path.open("rb") as stream:
         data = stream.read(_HEADER.size)
         if len(data) < _HEADER.size:
             return False  # somebody makes it just now
         magic, _, _, pid, started = _HEADER.unpack(data)
-        if magic.rstrip(b"\0") != _MAGIC or FileOwner(pid=pid, started=started).is_alive:
-            return False
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-    return True
+    is_ours = magic.rstrip(b"\0") == _MAGIC
+    return is_ours and not FileOwner(pid=pid, started=started).is_alive and not _is_used(path)
 
 
 def _start_of(pid: int) -> int | None:

@@ -84,6 +84,20 @@ class SchedulerConfig:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadConfig:
+    """Where blocks of an instance go when its pool has no room for them; sizes are of each rank."""
+
+    cpu_gib: float
+    policy: str = "lru"  # or "arc"
+    store: str = "on_finish"  # as soon as nobody holds a block; or "on_eviction", when the pool reuses it
+    min_load_tokens: int = 32  # fewer are computed rather than loaded
+    load_timeout_s: float = 30.0
+    load_failure_policy: str = "recompute"  # or "fail"
+    disk_path: Path | None = None  # folder of a second tier's file; None: there is none
+    disk_gib: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceConfig:
     """One entry of `instances`: `replicas` instances of one shape."""
 
@@ -97,6 +111,7 @@ class InstanceConfig:
     num_threads: int = 1  # torch threads of one worker
     cache: CacheConfig = dataclasses.field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
+    offload: OffloadConfig | None = None  # None: what the pool evicts is gone
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,9 @@ class TierPlan:
         return capacity_bytes // max(self.unit_bytes)
 
     def useful_fraction(self, group: int) -> float:
-        """Share of a block's units that is content."""
+        """Share of a block's units that is content; 1 for a group that is never stored."""
+        if not self.block_bytes[group]:
+            return 1.0
         return self.block_bytes[group] / (self.units_per_block[group] * sum(self.unit_bytes))
 
 

@@ -23,6 +23,7 @@ from blockferry.engine.rows import RowTable
 from blockferry.engine.scheduler.central import CentralScheduler
 from blockferry.engine.scheduler.handoff import HandoffOptions, LoadFailurePolicy
 from blockferry.engine.scheduler.instance import Instance
+from blockferry.engine.scheduler.offload_seam import NO_TIERS
 from blockferry.engine.scheduler.offloading import Offloading, OffloadOptions
 from blockferry.engine.scheduler.outputs import Finished, Route, StepOutput
 from blockferry.engine.wire import StepPlan
@@ -376,8 +377,8 @@ class SimCluster:
         instance = self.instances[instance_id]
         sequences = [instance.batch.sequences[new_row.row] for new_row in plan.new_rows]
         newcomers = [sequence.ticket.rank for sequence in sequences if sequence is not None]
-        if len(self.instances) > 1 or not newcomers:
-            return  # with hand-overs every decode instance has an order of its own
+        if len(self.instances) > 1 or not newcomers or instance.tiers is not NO_TIERS:
+            return  # decode instances have an order of their own, and rows are announced once they are loaded
         for sequence in instance.queue:
             if sequence.ticket.rank < max(newcomers):
                 self.overtakings[sequence.ticket.handle] += 1
