@@ -13,6 +13,7 @@ import typer
 from blockferry.cluster import cli_output
 from blockferry.cluster.cli_bench_options import JsonTarget, PlotFile, one_line_errors
 from blockferry.cluster.cli_handoff import HANDOFF_HELP_END, bench_handoff
+from blockferry.cluster.cli_offload import OFFLOAD_HELP_END, bench_offload
 from blockferry.cluster.cli_transfer import TRANSFER_HELP_END, bench_transfer
 from blockferry.cluster.launch_progress import Progress
 from blockferry.cluster.shipped import find_config
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from blockferry.cluster.bench.serve import CeilingRows
     from blockferry.cluster.launch import Running
 
-app = typer.Typer(help="Measure the ledger, transfers and a server.", no_args_is_help=True)
+app = typer.Typer(help="Measure the ledger, transfers, offload and a server.", no_args_is_help=True)
 
 _KV_HELP_END = (
     "--json writes one document: command, version, machine and results, each with name, params, value (the median of "
@@ -118,6 +119,7 @@ def bench_kv(
 
 
 app.command("handoff", epilog=HANDOFF_HELP_END)(bench_handoff)
+app.command("offload", epilog=OFFLOAD_HELP_END)(bench_offload)
 app.command("transfer", epilog=TRANSFER_HELP_END)(bench_transfer)
 
 

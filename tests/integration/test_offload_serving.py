@@ -22,6 +22,7 @@ PROMPTS = [make_prompt(seed, 100) for seed in range(6)]
 OFFLOAD = "offload: {{cpu_gib: 0.0004, min_load_tokens: 16, disk: {{path: {folder}, gib: 0.02}}}}"
 DEPLOYMENTS = {
     "gemma3_text": "instances: [{role: mixed, tensor_parallel: 2, cache: {memory: 128KiB}, %s}]\n",
+    "llama": "instances: [{role: mixed, pipeline_parallel: 2, cache: {memory: 256KiB}, %s}]\n",
     "qwen3_next": "instances: [{role: prefill, cache: {memory: 256KiB}, %s}, {role: decode}]\n",
 }
 
