@@ -17,6 +17,8 @@ from support.dense_step import dense_logits
 from support.family_ranks import RankCase, execute_cases
 from support.local_engine import EngineOptions, LocalEngine, start_worker
 from support.local_pair import LocalPair
+from support.local_tiers import TieredEngine
+from support.parity_cases import smallest_pool
 from support.parity_table import RecordCell
 from support.rank_processes import run_ranks
 from support.tiny_families import FAMILIES, build, load_reference, make_prompt, one_thread, reference_logits
@@ -251,3 +253,20 @@ def test_ranks_in_processes_sample_what_transformers_does(
     sampled = next(rank for rank in reversed(ranks) if rank[0])
     assert sampled[0] == [result.token_ids.tolist() for _, result in engine.steps]
     record_cell("bart", "TP 2" if tp_size == 2 else "PP 2")
+
+
+@pytest.mark.parametrize("planner", [Planner.UNIFORM, Planner.SLAB])
+def test_decoders_prefixes_come_back_from_memory(path: Path, planner: Planner, tmp_path: Path) -> None:
+    """What depends on the encoder's input is found for that input alone; its own states are computed anew."""
+    options = smallest_pool(EngineOptions(max_model_len=128, planner=planner), path)
+    inputs = [make_prompt(40 + seed, 30 + seed) for seed in range(16)]
+    engine = TieredEngine(path, options, folder=tmp_path)
+    try:
+        for _ in range(2):
+            for encoder_input in inputs:
+                assert run(engine, [encoder_input], PREFIX) == [expected(path, encoder_input, PREFIX)]
+                engine.settle()
+        assert engine.tiers.status()["num_loaded_tokens"] > 0
+        assert_all_free(engine)
+    finally:
+        engine.close()
