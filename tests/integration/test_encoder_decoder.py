@@ -256,7 +256,9 @@ def test_ranks_in_processes_sample_what_transformers_does(
 
 
 @pytest.mark.parametrize("planner", [Planner.UNIFORM, Planner.SLAB])
-def test_decoders_prefixes_come_back_from_memory(path: Path, planner: Planner, tmp_path: Path) -> None:
+def test_decoders_prefixes_come_back_from_memory(
+    path: Path, planner: Planner, tmp_path: Path, record_cell: RecordCell
+) -> None:
     """What depends on the encoder's input is found for that input alone; its own states are computed anew."""
     options = smallest_pool(EngineOptions(max_model_len=128, planner=planner), path)
     inputs = [make_prompt(40 + seed, 30 + seed) for seed in range(16)]
@@ -268,5 +270,6 @@ def test_decoders_prefixes_come_back_from_memory(path: Path, planner: Planner, t
                 engine.settle()
         assert engine.tiers.status()["num_loaded_tokens"] > 0
         assert_all_free(engine)
+        record_cell("bart", "offload")
     finally:
         engine.close()

@@ -25,6 +25,7 @@ FEATURES = (
     "P/D push",
     "P/D pull",
     "P/D unequal sides",
+    "offload",
 )
 MISSING = "**missing**"
 BEGIN, END = "<!-- parity table -->", "<!-- end of parity table -->"

@@ -14,7 +14,7 @@ from support.offload_rank import LAYOUT, OffloadRank, block_of, part_of
 
 from blockferry.connectors.base import ConnectorError
 from blockferry.connectors.offload_base import CopyKind, CopyPart, OffloadError
-from blockferry.connectors.offload_files import FileOwner, open_tier_file, remove_leftovers
+from blockferry.connectors.offload_files import FileOwner, open_tier_file, remove_leftovers, remove_unused
 
 MAIN = Path(__file__).parents[1] / "support" / "offload_rank.py"
 
@@ -188,6 +188,27 @@ def test_a_file_that_is_in_use_stays_though_its_owner_is_dead(tmp_path: Path) ->
     assert remove_leftovers(tmp_path) == []
     os.close(file.descriptor)
     assert len(remove_leftovers(tmp_path)) == 1
+
+
+def test_a_deployment_that_ends_removes_what_its_killed_workers_left(tmp_path: Path) -> None:
+    owner = FileOwner.of(os.getpid())
+    files = {
+        name: open_tier_file(tmp_path / f"blockferry-tier-{name}", 100, fingerprint=b"f" * 32, owner=owner)
+        for name in ("mine-m0-0", "mine-m0-1", "others-m0-0")
+    }
+    for name in ("mine-m0-0", "others-m0-0"):
+        os.close(files[name].descriptor)
+    remove_unused(tmp_path, "blockferry-tier-mine-")
+    assert {path.name for path in tmp_path.iterdir()} == {"blockferry-tier-mine-m0-1", "blockferry-tier-others-m0-0"}
+    os.close(files["mine-m0-1"].descriptor)
+
+
+def test_a_file_that_another_deployment_uses_is_not_taken_over(tmp_path: Path) -> None:
+    path, owner = tmp_path / "blockferry-tier-x", FileOwner.of(os.getpid())
+    file = open_tier_file(path, 100, fingerprint=b"f" * 32, owner=owner)
+    with pytest.raises(OffloadError, match="in use by another deployment"):
+        open_tier_file(path, 200, fingerprint=b"f" * 32, owner=owner)
+    os.close(file.descriptor)
 
 
 def test_content_of_another_kind_is_not_found_again(tmp_path: Path) -> None:
