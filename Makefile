@@ -44,7 +44,7 @@ test-netns: $(INSTALLED)
 
 # Deployments that are broken under load: processes killed and frozen, links cut. Part of it needs what test-netns needs.
 test-faults: $(INSTALLED)
-	$(PYTEST) tests/integration/test_faults.py tests/integration/test_link_faults.py tests/integration/test_pd_worker.py
+	$(PYTEST) tests/integration/test_faults.py tests/integration/test_link_faults.py tests/integration/test_pd_worker.py tests/integration/test_handoff_faults.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check $(SOURCES)

@@ -96,7 +96,9 @@ class RankWatch:
 def _has_died(reference: Any) -> bool:
     try:
         ray.get(reference)
-    except ray.exceptions.RayActorError:
+    except ray.exceptions.ActorUnavailableError:
+        return False  # for now
+    except (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError):
         return True
     except ray.exceptions.RayError:
         return False
@@ -110,6 +112,8 @@ def _end_of(reference: Any) -> str:
         return f"its process has died ({_first_line(error)})"
     except ray.exceptions.RayTaskError as error:
         return f"it failed: {_first_line(error.cause or error)}"
+    except ray.exceptions.RayError as error:  # its node, for one
+        return f"it is lost ({_first_line(error)})"
     return f"it stopped: {reason or 'no reason given'}"
 
 

@@ -165,7 +165,8 @@ class PdScheduler:
         return active.command if active else None
 
     def forget(self, transfer_id: int) -> None:
-        """Nobody wants to know any more what becomes of a watched transfer."""
+        """Nobody wants to know any more what becomes of a transfer."""
+        self._active.pop(transfer_id, None)
         self._late.pop(transfer_id, None)
 
     @property

@@ -133,6 +133,7 @@ def test_a_link_that_stays_down_ends_every_request_with_an_error(served: Served)
     thread.join()
     served.hosts.mend(decode)
     check(found[0], 30)
+    print(found[0])
     assert found[0].num_errors > 0
     status = served.settle(90.0)
     assert not status["is_serving"]

@@ -94,6 +94,23 @@ class FerryingMachine(SchedulerMachine):
     def land_some_bytes(self, data):
         self.cluster.spoil(data.draw(st.sampled_from([one for one in self.cluster.transfers if one.is_moving])))
 
+    @precondition(lambda self: any(one.is_moving for one in self.cluster.transfers))
+    @rule(data=st.data(), num_steps=st.integers(1, 6))
+    def wake_late(self, data, num_steps):
+        """A rank sleeps through all that limits its transfer, others use what is free, and it goes on where it was."""
+        transfer = data.draw(st.sampled_from([one for one in self.cluster.transfers if one.is_moving]))
+        target = transfer.command.dst_instance_id
+        self.cluster.tick(40.0)
+        self.cluster.tick(100.0)
+        for family in range(3):
+            self.add_one(family, 12, Route(prefill=target, decode=target), max_tokens=8)
+        for step in range(2 * num_steps):
+            if step == num_steps and transfer.is_moving:
+                self.cluster.spoil(transfer)
+            self.cluster.plan(target)
+            self.cluster.execute(target)
+            self.cluster.commit(target)
+
     @rule(data=st.data())
     def obey_cancels(self, data):
         self.cluster.obey_cancels()

@@ -103,7 +103,7 @@ def serving(hosts: NetnsHosts, deployment: str) -> Iterator[Path]:
 
 def status_of(hosts: NetnsHosts) -> dict[str, Any]:
     """What `blockferry status` says on the head of the one deployment there."""
-    document = json.loads(on_head(hosts, f"{BIN}/blockferry status --json", timeout_s=60).stdout)
-    assert len(document["deployments"]) == 1, (hosts.scratch / "serve.log").read_text()
-    found: dict[str, Any] = document["deployments"][0]
-    return found
+    asked = on_head(hosts, f"{BIN}/blockferry status --json", timeout_s=60)
+    found: list[dict[str, Any]] = json.loads(asked.stdout)["deployments"] if asked.stdout else []
+    assert len(found) == 1, (asked.stdout, asked.stderr, (hosts.scratch / "serve.log").read_text())
+    return found[0]

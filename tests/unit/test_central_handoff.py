@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from support.sim_families import SPECS, can_cache
 from support.simulator import Shape, SimCluster
 
 from blockferry.connectors.base import Overlap, TransferEvent, TransferMode, TransferState
@@ -242,6 +243,27 @@ def test_blocks_of_a_silent_transfer_are_held_as_long_as_the_instance_that_moves
     cluster.tick(49.0)
     assert held(cluster, "d") == 3
     cluster.tick(1.5)
+    cluster.check_all_free()
+
+
+@pytest.mark.parametrize("family", sorted(SPECS))
+def test_a_rank_that_wakes_late_reaches_no_block_of_another_sequence(family):
+    shape = {"family": family, "enable_caching": can_cache(family), "num_blocks": 200}
+    cluster = make(p=shape, d=shape)
+    cluster.add(0, prompt(10), FERRIED, max_tokens=5)
+    while not cluster.transfers:
+        step(cluster, "p")
+        step(cluster, "d")  # which clears what bytes are to land in, where states were
+    (transfer,) = cluster.transfers
+    cluster.tick(40.0)
+    cluster.tick(100.0)  # deadline, lease and every timeout are over
+    for handle in range(1, 4):
+        cluster.add(handle, prompt(12, handle), LOCAL_ON_D, max_tokens=8)
+    for number in range(8):
+        if number == 3:
+            cluster.spoil(transfer)
+        step(cluster, "d")
+    cluster.drain()
     cluster.check_all_free()
 
 
