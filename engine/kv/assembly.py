@@ -45,6 +45,7 @@ class LedgerParts:
     coordinator: Coordinator
     search: HitSearch
     cacher: PrefixCacher
+    announcer: Announcer | None  # of a ledger with observers
     replay_shift: int  # tokens before a prompt's end where a hit on all of it resumes, in states
 
 
@@ -82,6 +83,7 @@ def assemble(config: KVCacheConfig, rows: RowTable, options: LedgerOptions, even
         coordinator=Coordinator(managers, shared.pools),
         search=HitSearch(search_groups(groups, managers), index, num_groups=len(groups), sizes=sizes),
         cacher=PrefixCacher(managers, index, sizes, max_rows=rows.max_rows, announcer=announcer),
+        announcer=announcer,
         replay_shift=scheduler_block_size(groups) if any(group.is_draft for group in groups) else 1,
     )
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from blockferry.engine.kv.announcer import Announcer
 from blockferry.engine.kv.block_hash import RequestHashes
 from blockferry.engine.kv.block_pool import BlockPool
 from blockferry.engine.kv.groups import hit_alignment
@@ -21,7 +22,7 @@ from blockferry.engine.kv.hit_search import CacheSizes, HitSearch, PrefixHit, se
 from blockferry.engine.kv.joint_search import JointIndex, pool_blocks
 from blockferry.engine.kv.manager import AllocateOptions, KVCacheManager
 from blockferry.engine.kv.tier_ledger import TierLedger
-from blockferry.engine.kv.type_manager import Demand
+from blockferry.engine.kv.type_manager import Demand, TailWish
 from blockferry.engine.request import Int32Array
 
 
@@ -31,6 +32,7 @@ class LoadedBlocks:
 
     tier: int
     group: int
+    columns: Int32Array  # of the row
     tier_blocks: Int32Array
     block_ids: Int32Array
     digests: tuple[bytes, ...]
@@ -45,6 +47,7 @@ class TierHits:
         self._tiers = tuple(tiers)
         self._pools, self._coordinator, self._index = parts.shared.pools, parts.coordinator, parts.index
         self._rows = parts.shared.rows
+        self._announcer = parts.announcer
         self._joint = JointIndex(parts.index, tiers)
         self._search = HitSearch(
             search_groups(config.groups, parts.coordinator.managers),
@@ -74,7 +77,7 @@ class TierHits:
         loaded = self._fill(hit, local)
         filled = list(local.block_ids)
         for part in loaded:
-            filled[part.group][self._joint.in_tier(hit.block_ids[part.group], part.tier)] = part.block_ids
+            filled[part.group][part.columns] = part.block_ids
         adopted = dataclasses.replace(local, block_ids=tuple(filled))
         self._coordinator.adopt(row, _demand(hit.num_tokens, options), adopted)
         for group, block_ids in enumerate(filled):  # the row is their owner now
@@ -82,11 +85,22 @@ class TierHits:
         self._kv.note_hit(row, junction=hit.junction, num_hit_tokens=num_local_tokens)
         return loaded
 
-    def cache(self, loaded: Sequence[LoadedBlocks]) -> None:
-        """Let loaded blocks, which a row still holds, be found in the pool."""
+    def cache(self, row: int, loaded: Sequence[LoadedBlocks], hashes: RequestHashes) -> None:
+        """Let loaded blocks, which the row still holds, be found in the pool."""
         for part in loaded:
             entries = self._index.obtain(part.digests)
             self._pool(part.group).cache(np.array([part.group], np.int32), part.block_ids, entries)
+            if self._announcer is not None:
+                self._announce(self._announcer, row, part, hashes.digests)
+
+    def _announce(self, announcer: Announcer, row: int, part: LoadedBlocks, chain: Sequence[bytes]) -> None:
+        """Block by block, each under the length that its hash is of."""
+        manager = next(one for one in self._coordinator.managers if part.group in one.groups)
+        layer = manager.groups.index(part.group)
+        for column, digest in zip(part.columns.tolist(), part.digests, strict=True):
+            num_tokens = (chain.index(digest) + 1) * self._kv.config.hash_block_size
+            wish = TailWish(layers=[layer], column=column, num_tokens=num_tokens)
+            announcer.announce_tail(manager, layer, row, wish, chain)
 
     def _fill(self, hit: PrefixHit, local: PrefixHit) -> tuple[LoadedBlocks, ...]:
         """Give blocks of the pool an owner, all of them before any new one is taken; then take those to be loaded."""
@@ -95,12 +109,14 @@ class TierHits:
         loaded = []
         for group, blocks in enumerate(hit.block_ids):
             for number, tier in enumerate(self._tiers):
-                tier_blocks = self._joint.tier_blocks(blocks[self._joint.in_tier(blocks, number)])
+                columns = np.flatnonzero(self._joint.in_tier(blocks, number)).astype(np.int32)
+                tier_blocks = self._joint.tier_blocks(blocks[columns])
                 if len(tier_blocks):
                     loaded.append(
                         LoadedBlocks(
                             tier=number,
                             group=group,
+                            columns=columns,
                             tier_blocks=tier_blocks,
                             block_ids=self._pool(group).take(len(tier_blocks)),
                             digests=tuple(tier.digests_of(tier_blocks)),

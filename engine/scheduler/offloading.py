@@ -179,7 +179,7 @@ class Offloading:
         if load.failure:
             return False
         del self._loads[load.row]
-        self._hits.cache(load.loaded)
+        self._hits.cache(load.row, load.loaded, load.sequence.hashes)
         self._instance.start_prefill(load.sequence)
         load.sequence.ticket.num_loaded_tokens += load.num_tokens
         self._num_loaded_tokens += load.num_tokens
