@@ -210,7 +210,9 @@ def _head_axis(source: _Side, target: _Side) -> _Axis:
 
 def _segments(source: _Side, target: _Side, num_tokens: int) -> _Segments:
     """Cut the tokens at every block border of either side."""
-    starts = np.union1d(source.borders(num_tokens), target.borders(num_tokens))
+    starts, others = source.borders(num_tokens), target.borders(num_tokens)
+    if not np.array_equal(starts, others):
+        starts = np.union1d(starts, others)
     return _Segments(
         src_bases=source.offsets(starts),
         dst_bases=target.offsets(starts),

@@ -38,7 +38,7 @@ CALLER_WORDS = 8
 ERR_LAST = -100  # UCS_ERR_LAST: a returned pointer in [-100, -1] is an error, any other non-zero one a request
 IN_PROGRESS = 1  # UCS_INPROGRESS
 
-_MAX_PIECES = 8  # UCX_TCP_MAX_IOV less what UCX needs
+_MAX_PIECES = 32  # UCX_TCP_MAX_IOV less what UCX needs
 _MIN_PIECE_BYTES = 8 << 10  # shorter pieces are cheaper to copy than to name
 
 

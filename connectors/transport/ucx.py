@@ -51,7 +51,7 @@ _DEFAULTS: Mapping[str, str] = MappingProxyType(
         "TCP_RCVBUF": "4M",
         "TCP_TX_SEG_SIZE": "256K",
         "TCP_RX_SEG_SIZE": "256K",
-        "TCP_MAX_IOV": "16",
+        "TCP_MAX_IOV": "40",
     }
 )
 
