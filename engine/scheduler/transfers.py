@@ -308,8 +308,10 @@ class Handoffs:
         """When no byte of a hand-off's transfers can land any more; infinite while somebody may tell, or may move."""
         executing = handoff.target if self._connector.mode is TransferMode.PULL else handoff.source
         gone_s = self._gone_s.get(executing.instance_id, math.inf) + self._options.hold_s
-        unsaid = [gone_s for _ in handoff.under_way]
-        return max(*unsaid, *(min(safe_s, gone_s) for safe_s in handoff.late.values()), 0.0, 0.0)
+        return max(
+            [*(gone_s for _ in handoff.under_way), *(min(safe_s, gone_s) for safe_s in handoff.late.values())],
+            default=0.0,
+        )
 
     def _ferrying(self, condition: Callable[[Handoff], bool]) -> list[Handoff]:
         """Hand-offs of unfinished requests whose prompt is computed and that meet a condition."""
