@@ -8,9 +8,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 MODEL := smollm2-135m-instruct
 PYTEST := $(BIN)/python -m pytest
+QUICK := --quiet --durations=10 -m "not full and not netns"
 SOURCES := cluster engine connectors kernels tests
 
-.PHONY: demo parity-table test test-full test-netns test-faults lint types imports check bench clean
+.PHONY: demo parity-table test test-processes test-logic test-full test-netns test-faults lint types imports check bench clean
 .DEFAULT_GOAL := demo
 
 $(INSTALLED): pyproject.toml
@@ -23,9 +24,16 @@ demo: $(INSTALLED)
 	$(BIN)/blockferry fetch-model $(MODEL)
 	$(BIN)/blockferry generate configs/smollm2-pd-cpu.yaml "What is the capital of France?"
 
+# Two halves side by side, as tests that start processes often wait.
 test: $(INSTALLED)
 	$(BIN)/blockferry fetch-model $(MODEL)
-	$(PYTEST) -m "not full and not netns"
+	$(MAKE) --jobs=2 test-processes test-logic
+
+test-processes: $(INSTALLED)
+	$(PYTEST) $(QUICK) tests/integration
+
+test-logic: $(INSTALLED)
+	$(PYTEST) $(QUICK) --ignore=tests/integration
 
 # Every family in every pair of choices, and the table of it in README.md.
 parity-table: $(INSTALLED)
@@ -40,7 +48,7 @@ test-full: $(INSTALLED)
 # Three hosts in network namespaces, joined by `ray up`. Needs root, openssh-server, rsync and iproute2.
 test-netns: $(INSTALLED)
 	$(BIN)/blockferry fetch-model $(MODEL)
-	$(PYTEST) -m "netns"
+	$(PYTEST) -m "netns and not full"
 
 # Deployments that are broken under load: processes killed and frozen, links cut. Part of it needs what test-netns needs.
 test-faults: $(INSTALLED)

@@ -85,6 +85,7 @@ async def test_a_failing_deployment_is_one_clear_error(targets):
         await run_handoff_bench(SMALL, [Target(name="mixed", url="http://127.0.0.1:1")])
 
 
+@pytest.mark.full
 @pytest.mark.ray
 @pytest.mark.ucx
 @pytest.mark.slow
