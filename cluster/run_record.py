@@ -1,6 +1,7 @@
 """Notes of running deployments, so that another shell on this machine finds them: one JSON file each.
 
-Owns the folder `run` in the cache folder. A note outlives a killed process; readers drop the stale ones.
+Owns the folder `run` in the cache folder, which several hosts may share: a process number means something on its own
+host only, so each reads its own notes. A note outlives a killed process; readers drop the stale ones.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import dataclasses
 import json
 import logging
 import os
+import socket
 from pathlib import Path
 
 from blockferry.engine.config import cache_dir
@@ -34,20 +36,25 @@ def _folder() -> Path:
     return cache_dir() / "run"
 
 
+def _this_host() -> str:
+    """Differs between machines, and between containers that count processes for themselves."""
+    return f"{socket.gethostname()}-{os.stat('/proc/self/ns/pid').st_ino}"
+
+
 def write_record(record: RunRecord) -> Path:
     """Leave a note; whoever writes it removes it."""
     _folder().mkdir(parents=True, exist_ok=True)
-    path = _folder() / f"{record.name}.json"
-    draft = path.with_suffix(f".{os.getpid()}")
+    path = _folder() / f"{record.name}@{_this_host()}.json"
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
     draft.write_text(json.dumps(dataclasses.asdict(record), indent=2))
     draft.replace(path)
     return path
 
 
 def read_records() -> list[RunRecord]:
-    """Notes of deployments whose process lives; removes those of dead ones and skips another release's."""
+    """Notes of deployments whose process lives; removes this host's of dead ones and skips another release's."""
     found = []
-    for path in sorted(_folder().glob("*.json")):
+    for path in sorted(_folder().glob(f"*@{_this_host()}.json")):
         try:
             values = json.loads(path.read_text())
             if not _is_alive(int(values["pid"])):
