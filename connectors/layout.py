@@ -148,7 +148,7 @@ def merge_runs(parts: Sequence[Runs]) -> Runs:
     src = np.concatenate([part.src_offsets for part in parts])
     dst = np.concatenate([part.dst_offsets for part in parts])
     lengths = np.concatenate([part.lengths for part in parts])
-    order = np.argsort(src, kind="stable")
+    order = np.argsort(src)
     src, dst, lengths = src[order], dst[order], lengths[order]
     is_start = np.ones(len(src), np.bool_)
     is_start[1:] = (src[1:] != src[:-1] + lengths[:-1]) | (dst[1:] != dst[:-1] + lengths[:-1])
