@@ -159,6 +159,8 @@ class StepScheduler:
 
     def _admit(self, draft: PlanDraft, now_s: float, gate: HandoffGate) -> None:
         instance = self._instance
+        if not len(instance.queue):
+            return
         kept = Kept(num_blocks=instance.num_outstanding_blocks())
         deferred: list[Sequence] = []
         blocked_lanes: set[str] = set()
