@@ -112,8 +112,8 @@ class StepScheduler:
         return plan
 
     def _can_admit(self) -> bool:
-        """False while older sequences lack blocks or are on their way back into the queue."""
-        return self._starved_row is None and not self._batch.num_draining
+        """False while nobody waits, or older sequences lack blocks or are on their way back into the queue."""
+        return len(self._instance.queue) > 0 and self._starved_row is None and not self._batch.num_draining
 
     def _feed_starved(self, gate: HandoffGate) -> None:
         starved, self._starved_row = self._starved_row, None
@@ -159,8 +159,6 @@ class StepScheduler:
 
     def _admit(self, draft: PlanDraft, now_s: float, gate: HandoffGate) -> None:
         instance = self._instance
-        if not len(instance.queue):
-            return
         kept = Kept(num_blocks=instance.num_outstanding_blocks())
         deferred: list[Sequence] = []
         blocked_lanes: set[str] = set()
