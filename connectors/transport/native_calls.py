@@ -121,6 +121,18 @@ fence: Callable[[], int] = _intrinsic(_lower_fence)  # order every store before 
 _stream_line: Callable[[int, int], int] = _intrinsic(_lower_stream_line)
 
 
+# ucp_am_recv_param_t: its first word, the attributes; its second, the endpoint to answer by.
+HAS_REPLY_ENDPOINT = 1 << 0
+RENDEZVOUS = 1 << 17
+
+
+def message_handler(function: Callable[[int, int, int, int, int, int], int]) -> Any:
+    """A ucp_am_recv_callback_t as a C function: `.address`. Compiled once per machine; called by UCX only."""
+    integer = numba.types.int64
+    signature = numba.types.int8(integer, integer, integer, integer, integer, integer)
+    return numba.cfunc(signature, cache=True, error_model="numpy")(stamped(function))
+
+
 @compiled
 def stream(target: int, source: int, num_bytes: int) -> None:
     """Memcpy past the caches, 1.2 to 1.5 times as fast where nobody reads the target soon; end with a fence()."""

@@ -13,9 +13,16 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numba
-
-from blockferry.connectors.transport.native_calls import call, compiled, copy, fence, load, stamped
+from blockferry.connectors.transport.native_calls import (
+    HAS_REPLY_ENDPOINT,
+    RENDEZVOUS,
+    call,
+    compiled,
+    copy,
+    fence,
+    load,
+    message_handler,
+)
 from blockferry.connectors.transport.native_messages import ERR_LAST, FREE, SEND, WHOLE_PARAM, WORD, put, word
 
 LOOK_ID, SEEN_ID = 2, 3
@@ -29,9 +36,6 @@ NUM_ANSWERS = 256  # many more than connections, of which each asks one question
 NUM_ASKERS = 256
 STATE_WORDS = ASKERS + 4 * NUM_ASKERS
 NUMBER, TARGET, TARGET_BYTES, HAS_SEEN = range(4)  # words of an asker; NUMBER 0: unused
-
-_HAS_REPLY_ENDPOINT = 1 << 0  # ucp_am_recv_param_t, see native_service
-_RENDEZVOUS = 1 << 17
 
 
 @compiled
@@ -80,13 +84,13 @@ def take(state: int, message: int, length: int) -> bool:
 
 def _on_look(state: int, _header: int, _header_bytes: int, data: int, length: int, param: int) -> int:
     attributes = load(param)
-    if not attributes & _RENDEZVOUS and attributes & _HAS_REPLY_ENDPOINT:
+    if not attributes & RENDEZVOUS and attributes & HAS_REPLY_ENDPOINT:
         answer(state, data, length, load(param + WORD))
     return 0
 
 
 def _on_seen(state: int, _header: int, _header_bytes: int, data: int, length: int, param: int) -> int:
-    if not load(param) & _RENDEZVOUS:
+    if not load(param) & RENDEZVOUS:
         take(state, data, length)
     return 0
 
@@ -94,10 +98,4 @@ def _on_seen(state: int, _header: int, _header_bytes: int, data: int, length: in
 @functools.cache
 def handlers() -> dict[int, Any]:
     """The handlers as C functions by message id: `.address`. Compiled once per machine; called by UCX only."""
-    integer = numba.types.int64
-    signature = numba.types.int8(integer, integer, integer, integer, integer, integer)
-    functions = {LOOK_ID: _on_look, SEEN_ID: _on_seen}
-    return {
-        number: numba.cfunc(signature, cache=True, error_model="numpy")(stamped(function))
-        for number, function in functions.items()
-    }
+    return {LOOK_ID: message_handler(_on_look), SEEN_ID: message_handler(_on_seen)}

@@ -20,10 +20,18 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numba
 import numpy as np
 
-from blockferry.connectors.transport.native_calls import call, compiled, fence, load, stamped, stream
+from blockferry.connectors.transport.native_calls import (
+    HAS_REPLY_ENDPOINT,
+    RENDEZVOUS,
+    call,
+    compiled,
+    fence,
+    load,
+    message_handler,
+    stream,
+)
 from blockferry.connectors.transport.native_checksum import xxh64
 from blockferry.connectors.transport.native_messages import (
     BYE,
@@ -89,10 +97,6 @@ REASONS = (
     "nothing to answer it by",
 )
 _VERSION, _VERB, _SIZES, _OUTSIDE, _ROW, _SLOT, _TOO_MUCH, _FULL, _NO_DATA, _NO_ANSWER = range(1, 11)
-
-# ucp_am_recv_param_t: its first word, the attributes; its second, the endpoint to answer by.
-_HAS_REPLY_ENDPOINT = 1 << 0
-_RENDEZVOUS = 1 << 17
 
 
 @compiled
@@ -186,6 +190,17 @@ def _total_bytes(message: int, length: int, size: int) -> int:
 
 
 @compiled
+def _asked_bytes(message: int, length: int, size: int, limit: int) -> int:
+    """Bytes of all runs of a question, which carries none itself, or minus why it is refused."""
+    total = _total_bytes(message, length, size)
+    if total < 0:
+        return total
+    if length != HEADER_BYTES + word(message, NUM_RUNS) * RUN_BYTES:
+        return -_SIZES
+    return -_TOO_MUCH if total > limit else total
+
+
+@compiled
 def _scatter(state: int, message: int, length: int) -> int:
     """Put a message's payload into its runs."""
     region = _region_of(state, word(message, REGION))
@@ -214,14 +229,9 @@ def _answer(state: int, message: int, length: int, reply_endpoint: int) -> int:
         return _OUTSIDE
     if number < 0 or number >= NUM_SLOTS:
         return _SLOT
-    total = _total_bytes(message, length, word(region, 1))
+    total, num_runs = _asked_bytes(message, length, word(region, 1), PAYLOAD_BYTES), word(message, NUM_RUNS)
     if total < 0:
         return -total
-    num_runs = word(message, NUM_RUNS)
-    if length != HEADER_BYTES + num_runs * RUN_BYTES:
-        return _SIZES
-    if total > PAYLOAD_BYTES:
-        return _TOO_MUCH
     slot = _begin_answer(state, message, number, DELIVER)
     for i in range(num_runs):
         run = message + HEADER_BYTES + i * RUN_BYTES
@@ -235,14 +245,9 @@ def _sum(state: int, message: int, length: int, reply_endpoint: int) -> int:
     region, first = _region_of(state, word(message, REGION)), word(message, SLOT)
     if region == 0:
         return _OUTSIDE
-    total = _total_bytes(message, length, word(region, 1))
+    total, num_runs = _asked_bytes(message, length, word(region, 1), MAX_SUMMED_BYTES), word(message, NUM_RUNS)
     if total < 0:
         return -total
-    num_runs = word(message, NUM_RUNS)
-    if length != HEADER_BYTES + num_runs * RUN_BYTES:
-        return _SIZES
-    if total > MAX_SUMMED_BYTES:
-        return _TOO_MUCH
     value = np.uint64(0)
     for i in range(num_runs):
         run = message + HEADER_BYTES + i * RUN_BYTES
@@ -308,10 +313,10 @@ def _link_of(state: int, record: int, connection: int) -> int:
 def _handle(state: int, _header: int, _header_bytes: int, data: int, length: int, param: int) -> int:
     """ucp_am_recv_callback_t: always UCS_OK, which gives the data back to UCX."""
     attributes = load(param)
-    if attributes & _RENDEZVOUS:
+    if attributes & RENDEZVOUS:
         reason = _NO_DATA
     else:
-        endpoint = load(param + WORD) if attributes & _HAS_REPLY_ENDPOINT else 0
+        endpoint = load(param + WORD) if attributes & HAS_REPLY_ENDPOINT else 0
         reason = serve(state, data, length, endpoint)
     if reason:
         put(state, LAST_REASON, reason)
@@ -322,6 +327,4 @@ def _handle(state: int, _header: int, _header_bytes: int, data: int, length: int
 @functools.cache
 def handler() -> Any:
     """The handler as a C function: `.address`. Compiled once per machine; call it only for its address."""
-    integer = numba.types.int64
-    signature = numba.types.int8(integer, integer, integer, integer, integer, integer)
-    return numba.cfunc(signature, cache=True, error_model="numpy")(stamped(_handle))
+    return message_handler(_handle)

@@ -233,6 +233,17 @@ class Ucp:
         if status < 0:
             raise TransportError(f"{operation}: {self.describe(status)}")
 
+    def handle_messages(self, worker: c_void_p, number: int, handler: int, state: int) -> None:
+        """Have active messages of a number, each whole, given to a C function at an address. Raises TransportError."""
+        param = AmHandlerParam(
+            field_mask=AM_HANDLER_FIELD_ID | AM_HANDLER_FIELD_FLAGS | AM_HANDLER_FIELD_CB | AM_HANDLER_FIELD_ARG,
+            id=number,
+            flags=AM_FLAG_WHOLE_MSG,
+            cb=AmCallback(handler),
+            arg=state,
+        )
+        self.check(self.ucp_worker_set_am_recv_handler(worker, ctypes.byref(param)), "ucp_worker_set_am_recv_handler")
+
     def hush(self) -> None:
         """Log fatal errors only, unless the user chose a level: UCX logs to stdout, which is the program's."""
         level = ctypes.create_string_buffer(64)

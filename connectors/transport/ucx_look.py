@@ -33,17 +33,7 @@ class UcxLooks:
             op_attr_mask=api.OP_ATTR_FIELD_FLAGS, flags=api.AM_SEND_FLAG_EAGER | api.AM_SEND_FLAG_REPLY
         )
         for number, handler in native.handlers().items():
-            param = api.AmHandlerParam(
-                field_mask=api.AM_HANDLER_FIELD_ID
-                | api.AM_HANDLER_FIELD_FLAGS
-                | api.AM_HANDLER_FIELD_CB
-                | api.AM_HANDLER_FIELD_ARG,
-                id=number,
-                flags=api.AM_FLAG_WHOLE_MSG,
-                cb=api.AmCallback(handler.address),
-                arg=self._state.ctypes.data,
-            )
-            ucp.check(ucp.ucp_worker_set_am_recv_handler(worker, byref(param)), "ucp_worker_set_am_recv_handler")
+            ucp.handle_messages(worker, number, handler.address, self._state.ctypes.data)
 
     def ask(self, endpoint: c_void_p, number: int, *, offset: int, num_bytes: int, target: Int64Array) -> None:
         """Copy a peer's rows from offset on to the same place in `target`; one question at a time for each number.

@@ -10,7 +10,7 @@ import ctypes
 import dataclasses
 import logging
 import time
-from ctypes import byref, c_void_p
+from ctypes import c_void_p
 
 import msgpack
 import numpy as np
@@ -84,17 +84,7 @@ class UcxService:
         self._state[native.SLOTS] = self._slots.ctypes.data
         self.looks = UcxLooks(ucp, worker, caller=self.caller, rows=rows)
         self._has_reported = False
-        param = api.AmHandlerParam(
-            field_mask=api.AM_HANDLER_FIELD_ID
-            | api.AM_HANDLER_FIELD_FLAGS
-            | api.AM_HANDLER_FIELD_CB
-            | api.AM_HANDLER_FIELD_ARG,
-            id=messages.AM_ID,
-            flags=api.AM_FLAG_WHOLE_MSG,
-            cb=api.AmCallback(native.handler().address),
-            arg=self._state.ctypes.data,
-        )
-        ucp.check(ucp.ucp_worker_set_am_recv_handler(worker, byref(param)), "ucp_worker_set_am_recv_handler")
+        ucp.handle_messages(worker, messages.AM_ID, native.handler().address, self._state.ctypes.data)
 
     @property
     def caller(self) -> int:
