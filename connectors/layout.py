@@ -131,7 +131,7 @@ def intersect_runs(
         return merge_runs([])
     segments = _segments(source, target, num_tokens)
     parts = []
-    for length in np.unique(segments.num_tokens).tolist():  # whole blocks and at most a few odd ends
+    for length in sorted(set(segments.num_tokens.tolist())):  # whole blocks and at most a few odd ends
         index = np.arange(length, dtype=np.int64)
         tokens = _Axis(src=index * source.strides.token, dst=index * target.strides.token)
         is_length = segments.num_tokens == length

@@ -161,7 +161,7 @@ def _runs_of(command: TransferCommand, pairs: Sequence[LayoutPair], layer_ids: r
             if source.group == part.src_group and target.group == part.dst_group:
                 moved = cut(part, source, target)
                 found.append(intersect_runs(source, target, moved, layer_ids=layer_ids))
-    return merge_runs(found)
+    return found[0] if len(found) == 1 else merge_runs(found)  # each is merged in itself
 
 
 class _Wave(NamedTuple):

@@ -56,7 +56,7 @@ NUM_ENDED_KEPT = 4096  # reports that can be asked for again
 class TransferLimits:
     """How much of a transfer may be under way, and how long its end may take."""
 
-    batch_bytes: int = 8 << 20
+    batch_bytes: int = 32 << 20
     num_batches_in_flight: int = 2
     max_bytes_in_flight: int = 128 << 20  # of a rank; a single batch may be larger
     are_checked: bool = False  # whether both ends compare checksums of every batch that has landed

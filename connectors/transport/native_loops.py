@@ -76,11 +76,21 @@ def spin(progress: int, worker: int, max_rounds: int) -> bool:
     return False
 
 
+@compiled
+def reach_within(offsets: Int64Array, lengths: Int64Array, num_bytes: int) -> bool:
+    """Whether every run lies in [0, num_bytes)."""
+    for i in range(len(lengths)):
+        if offsets[i] < 0 or lengths[i] < 0 or lengths[i] > num_bytes or offsets[i] > num_bytes - lengths[i]:
+            return False
+    return True
+
+
 def warm_up() -> None:
     """Compile every loop of this module, or take it from the cache. Takes about 1 s on a machine that never did."""
     nothing = np.empty(0, np.int64)
     copy_runs(0, 0, nothing, nothing, nothing)
     stream_runs(0, 0, nothing, nothing, nothing)
     post_runs(np.zeros(NUM_HANDLES, np.int64), nothing, nothing, nothing)
+    reach_within(nothing, nothing, 0)
     drain(0, 0, 0)
     spin(0, 0, 0)

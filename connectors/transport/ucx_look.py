@@ -28,6 +28,8 @@ class UcxLooks:
         self._state[native.CALLER] = caller
         self._state[native.ROWS], self._state[native.ROWS_BYTES] = rows.ctypes.data, rows.nbytes
         self._state[native.ANSWERS] = self._answers.ctypes.data
+        self._askers = self._state[native.ASKERS :].reshape(-1, 4)
+        self._places: dict[int, int] = {}  # in _askers, by number
         self._questions: collections.deque[Int64Array] = collections.deque(maxlen=_NUM_QUESTIONS_KEPT)
         self._param = api.RequestParam(
             op_attr_mask=api.OP_ATTR_FIELD_FLAGS, flags=api.AM_SEND_FLAG_EAGER | api.AM_SEND_FLAG_REPLY
@@ -40,12 +42,10 @@ class UcxLooks:
 
         The number is the asker's secret, not 0. Raises TransportError.
         """
-        asker = self._find(number)
-        if asker is None:
-            asker = self._find(0)
-        if asker is None:
-            raise TransportError(f"more than {native.NUM_ASKERS} connections look at their peers; open fewer")
-        asker[:] = number, target.ctypes.data, target.nbytes, 0
+        place = self._places.get(number)
+        if place is None:
+            place = self._places[number] = self._free_place()
+        self._askers[place] = number, target.ctypes.data, target.nbytes, 0
         question = np.array([number, offset, num_bytes], np.int64)
         self._questions.append(question)
         pointer = self._ucp.ucp_am_send_nbx(
@@ -58,16 +58,17 @@ class UcxLooks:
 
     def has_seen(self, number: int) -> bool:
         """Whether the answer to the last question has come."""
-        asker = self._find(number)
-        return asker is not None and bool(asker[native.HAS_SEEN])
+        place = self._places.get(number)
+        return place is not None and bool(self._askers[place, native.HAS_SEEN])
 
     def forget(self, number: int) -> None:
         """Land no answer any more: the target may go."""
-        asker = self._find(number)
-        if asker is not None and number:
-            asker[:] = 0
+        place = self._places.pop(number, None)
+        if place is not None:
+            self._askers[place] = 0
 
-    def _find(self, number: int) -> Int64Array | None:
-        askers = self._state[native.ASKERS :].reshape(-1, 4)
-        found = np.flatnonzero(askers[:, native.NUMBER] == number)
-        return askers[found[0]] if len(found) else None
+    def _free_place(self) -> int:
+        free = np.flatnonzero(self._askers[:, native.NUMBER] == 0)
+        if not len(free):
+            raise TransportError(f"more than {native.NUM_ASKERS} connections look at their peers; open fewer")
+        return int(free[0])

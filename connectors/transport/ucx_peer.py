@@ -126,6 +126,7 @@ class UcxPeer:
         self._flushes: set[UcxFlush] = set()
         self._failure = ""
         self._is_closed = False
+        self._is_dirty = True  # whether operations were posted since the last flush; the first brings the endpoint up
         key = PoolKey.unpack(remote_key)
         self._local_base, self._local_bytes = local.view.ctypes.data, local.view.nbytes
         self._remote_base, self._remote_bytes = key.base, key.num_bytes
@@ -244,6 +245,9 @@ class UcxPeer:
 
     def post_flush(self) -> int | None:
         """UCX's request for a flush of what was posted; None: there is nothing to wait for. Raises TransportError."""
+        if not self._is_dirty:
+            return None
+        self._is_dirty = False
         pointer: int | None = self._ucp.ucp_ep_flush_nbx(self._endpoint, byref(self._param))
         status = api.pointer_status(pointer)
         self.check(status, "flush")
@@ -291,11 +295,11 @@ class UcxPeer:
 
     def _checked(self, local_offsets: Int64Array, remote_offsets: Int64Array, lengths: Int64Array) -> Runs:
         self.check_alive("post")
-        _check_bounds("local", local_offsets, lengths, self._local_bytes)
-        _check_bounds("remote", remote_offsets, lengths, self._remote_bytes)
         local, remote, lengths = (
             np.ascontiguousarray(array, np.int64) for array in (local_offsets, remote_offsets, lengths)
         )
+        _check_bounds("local", local, lengths, self._local_bytes)
+        _check_bounds("remote", remote, lengths, self._remote_bytes)
         return Runs(local=local, remote=remote, lengths=lengths)
 
     def _post(self, move: _Move) -> None:
@@ -327,6 +331,7 @@ class UcxPeer:
         self._post_each("ucp_get_nbx", runs)
 
     def _post_each(self, function: str, runs: Runs) -> None:
+        self._is_dirty = True
         self._handles[loops.FUNCTION] = self._ucp.address_of(function)
         self.check(loops.post_runs(self._handles, runs.local, runs.remote, runs.lengths), function)
 
@@ -340,9 +345,7 @@ def _select(runs: Runs, is_chosen: NDArray[np.bool_]) -> Runs:
 def _check_bounds(side: str, offsets: Int64Array, lengths: Int64Array, num_bytes: int) -> None:
     if len(offsets) != len(lengths):
         raise ValueError(f"{len(offsets)} {side} offsets for {len(lengths)} lengths; pass one each")
-    if len(lengths) and (
-        int(offsets.min()) < 0 or int(lengths.min()) < 0 or int((offsets + lengths).max()) > num_bytes
-    ):
+    if not loops.reach_within(offsets, lengths, num_bytes):
         raise ValueError(
             f"{side} runs reach from {int(offsets.min())} to {int((offsets + lengths).max())}, outside the region's "
             f"{num_bytes} bytes; the block ids do not belong to this pool"
