@@ -22,7 +22,7 @@ import ray
 from blockferry.cluster.interfaces import interface_of
 from blockferry.cluster.offload_settings import TierSettings
 from blockferry.cluster.rank_watch import RankWatch
-from blockferry.cluster.scheduler_host import SchedulerSettings, build_loop
+from blockferry.cluster.scheduler_host import InstanceSettings, SchedulerSettings, WorkerPlace, build_loop
 from blockferry.cluster.scheduler_loop import SchedulerLoop
 from blockferry.cluster.sockets import Endpoints
 from blockferry.cluster.worker_settings import WorkerSettings
@@ -178,6 +178,30 @@ class SchedulerActor:
     def is_complete(self) -> bool:
         """Whether every rank has connected."""
         return self._ready_loop().is_complete
+
+    def add_instance(self, settings: InstanceSettings, workers: Sequence[Any], places: Sequence[WorkerPlace]) -> None:
+        """Take an instance in: its ledger is made, every rank's run() started. It serves once all have said hello.
+
+        Args:
+            settings: what to schedule there. Its id was never used before in this deployment.
+            workers: actor handles in rank order, with pools that are connected to their peers' already.
+            places: where they run, in rank order.
+        """
+        raise NotImplementedError
+
+    def drain(self, instance_id: str, deadline_s: float) -> None:
+        """Send no new requests to an instance; those still there in deadline_s seconds end as resumable.
+
+        Hand-offs under way to or from it go on until then. Raises ValueError for an instance that is unknown.
+        """
+        raise NotImplementedError
+
+    def remove_instance(self, instance_id: str) -> None:
+        """Forget an instance that is drained, or has failed and whose processes are gone; its ranks are told to stop.
+
+        Raises ValueError, with its state, for one that serves, or while bytes may still be on their way from or to it.
+        """
+        raise NotImplementedError
 
     def status(self) -> dict[str, Any]:
         """The last snapshot, at most a second old; empty before the scheduler runs."""

@@ -3,7 +3,7 @@
 An instance fails once and for good. Watching processes is the actors' part, acting on a failure the scheduler
 loop's.
 
-    starting --hello of every rank--> healthy --silence, trouble, lost connection, dead actor--> failed
+    starting --hello of every rank--> serving --silence, trouble, lost connection, dead actor--> failed
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class HealthBoard:
         """Plain values for `status` and /health."""
         seen = [at for (owner, _), at in self._last_seen.items() if owner == instance_id]
         failure = self._failures.get(instance_id, "")
-        state = "failed" if failure else "healthy" if self._has_all_ranks(instance_id) else "starting"
+        state = "failed" if failure else "serving" if self._has_all_ranks(instance_id) else "starting"
         return {"state": state, "reason": failure, "last_beat_s": round(now_s - min(seen), 3) if seen else None}
 
     def _has_all_ranks(self, instance_id: str) -> bool:

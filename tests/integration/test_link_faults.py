@@ -83,7 +83,7 @@ class Served:
         deadline_s = time.monotonic() + limit_s
         while True:
             status = status_of(self.hosts)
-            alive = [one for one in status["instances"] if one["state"] == "healthy"]
+            alive = [one for one in status["instances"] if one["state"] == "serving"]
             is_free = all(one["num_free_blocks"] == one["num_blocks"] for one in alive)
             if is_free and not status["num_unfinished"] and not any(status["handoffs"].values()):
                 return status

@@ -171,7 +171,7 @@ class Broken:
         num_audits = self.live.status()["num_audits"]
 
         def is_at_rest(status: dict[str, Any]) -> bool:
-            alive = [one for one in status["instances"] if one["state"] == "healthy"]
+            alive = [one for one in status["instances"] if one["state"] == "serving"]
             is_free = all(one["num_free_blocks"] == one["num_blocks"] and not one["num_running"] for one in alive)
             has_none = not status["num_unfinished"] and not any(status["handoffs"].values())
             return is_free and has_none and status["num_audits"] > num_audits
@@ -208,7 +208,7 @@ class Broken:
 
 def alive_in(status: dict[str, Any], role: str) -> list[str]:
     """Instances of a role that have not failed."""
-    return [one["instance_id"] for one in status["instances"] if one["role"] == role and one["state"] == "healthy"]
+    return [one["instance_id"] for one in status["instances"] if one["role"] == role and one["state"] == "serving"]
 
 
 @contextlib.contextmanager
