@@ -21,7 +21,7 @@ import numpy as np
 from blockferry.connectors.base import TransferCommand, TransferEvent, TransferMode, TransferPart, TransferState
 from blockferry.connectors.offload_base import CopyCommand, CopyEvent, CopyKind, CopyPart
 from blockferry.engine import wire
-from blockferry.engine.request import FinishReason, Request, RequestStats
+from blockferry.engine.request import FinishReason, Int32Array, Request, RequestStats
 from blockferry.engine.scheduler.outputs import Finished
 from blockferry.engine.wire import RowLogprobs
 
@@ -132,10 +132,17 @@ def request_from(payload: bytes) -> Request:
     """Decode a Request. Raises ValueError or TypeError when it is none."""
     value = wire.unpack(payload)
     sampling = wire.sampling_from_map(value["sampling"])
-    arrays = {"prompt_token_ids": np.asarray(value["prompt_token_ids"], np.int32)}
+    arrays = {name: _token_ids(value, name) for name in ("prompt_token_ids", "output_token_ids")}
     if value["encoder_token_ids"] is not None:
-        arrays["encoder_token_ids"] = np.asarray(value["encoder_token_ids"], np.int32)
+        arrays["encoder_token_ids"] = _token_ids(value, "encoder_token_ids")
     return Request(**(value | {"sampling": sampling} | arrays))
+
+
+def _token_ids(value: dict[str, Any], name: str) -> Int32Array:
+    token_ids = np.asarray(value[name], np.int32)
+    if token_ids.ndim != 1 or (len(token_ids) and token_ids.min() < 0):
+        raise ValueError(f"{name} of shape {list(token_ids.shape)} is no list of token ids; send one of numbers >= 0")
+    return token_ids
 
 
 def command_from(payload: bytes) -> TransferCommand:

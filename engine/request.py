@@ -51,9 +51,17 @@ class SamplingParams:
     num_prompt_logprobs: int | None = None
 
 
+def _no_tokens() -> Int32Array:
+    return np.empty(0, np.int32)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One sequence to complete. `handle` is the caller's unique number; outputs carry it."""
+    """One sequence to complete. `handle` is the caller's unique number; outputs carry it.
+
+    A request that lost its instance or its scheduler comes again with `output_token_ids`: the tokens that were drawn
+    for it and passed on already. They are computed like the prompt and count as output everywhere else.
+    """
 
     request_id: str
     handle: int
@@ -64,11 +72,24 @@ class Request:
     cache_salt: str = ""
     skip_reading_prefix_cache: bool = False
     encoder_token_ids: Int32Array | None = None  # of an encoder-decoder, whose decoder continues the prompt
+    output_token_ids: Int32Array = dataclasses.field(default_factory=_no_tokens)  # [num drawn before]
 
     @property
     def num_input_tokens(self) -> int:
         """Tokens that the caller wrote: an encoder's where there is one, as its decoder's prompt is the model's own."""
         return len(self.prompt_token_ids if self.encoder_token_ids is None else self.encoder_token_ids)
+
+    @property
+    def given_token_ids(self) -> Int32Array:
+        """What is to be computed before the next token can be drawn: the prompt and the output so far."""
+        if not len(self.output_token_ids):
+            return self.prompt_token_ids
+        return np.concatenate([self.prompt_token_ids, self.output_token_ids])
+
+    @property
+    def num_given_tokens(self) -> int:
+        """Length of given_token_ids."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,3 +116,4 @@ class RequestStats:
     transfer_blocks: int
     transfer_saved_bytes: int  # of the prompt's keys and values: the decode side had them, or never reads them
     num_loaded_tokens: int = 0  # not computed but loaded from memory or disk outside of the pool
+    num_resumes: int = 0  # how often it lost its instance or scheduler and went on elsewhere; the client counts

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from blockferry.engine.request import BoolArray, Int32Array, SamplingParams, TokenLogprobs
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 
 _EMPTY_I32: Int32Array = np.empty(0, np.int32)
 _NO_BLOCKS: NDArray[np.int32] = np.empty((0, 2), np.int32)

@@ -20,13 +20,18 @@ class Route:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """A request's end; comes exactly once per accepted request. `message` explains ERROR."""
+    """A request's end; comes exactly once per accepted request. `message` explains ERROR.
+
+    `is_resumable`: it ended as its instance failed or drained away; it may be sent again with its tokens so far as
+    Request.output_token_ids, and its answer goes on as if nothing had happened.
+    """
 
     handle: int
     reason: FinishReason
     stop_token_id: int | None
     stats: RequestStats
     message: str = ""
+    is_resumable: bool = False
 
 
 def _no_handles() -> Int64Array:

@@ -55,6 +55,42 @@ def test_request_survives():
     assert (again.handle, again.request_id, again.arrival_s) == (2**40, "r", 1.5)
 
 
+def resumed(**fields):
+    request = Request(
+        request_id="r",
+        handle=1,
+        prompt_token_ids=np.array([1, 2, 3], np.int32),
+        output_token_ids=np.array([4, 5], np.int32),
+        sampling=SamplingParams(),
+        arrival_s=0.0,
+    )
+    return dataclasses.replace(request, **fields)
+
+
+def test_tokens_that_a_request_had_before_survive():
+    again = messages.request_from(payload_of(Tag.REQUEST, resumed()))
+    assert again.output_token_ids.tolist() == [4, 5]
+    assert again.given_token_ids.tolist() == [1, 2, 3, 4, 5]
+    assert again.given_token_ids.dtype == np.int32
+
+
+def test_request_without_output_has_its_prompt_alone():
+    again = messages.request_from(payload_of(Tag.REQUEST, resumed(output_token_ids=np.empty(0, np.int32))))
+    assert (again.num_given_tokens, again.given_token_ids.tolist()) == (3, [1, 2, 3])
+
+
+@pytest.mark.parametrize("token_ids", [np.array([[4, 5]], np.int32), np.array([4, -5], np.int32)])
+def test_output_that_is_no_list_of_token_ids_is_refused(token_ids):
+    with pytest.raises(ValueError, match="output_token_ids"):
+        messages.request_from(payload_of(Tag.REQUEST, resumed(output_token_ids=token_ids)))
+
+
+def test_end_that_can_be_resumed_survives():
+    end = Finished(handle=6, reason=FinishReason.ERROR, stop_token_id=None, stats=STATS, message="", is_resumable=True)
+    again = messages.outputs_from(payload_of(Tag.OUTPUT, OutputBatch(finished=[end])))
+    assert again.finished == [end]
+
+
 def test_transfer_command_and_event_survive():
     command = TransferCommand(
         transfer_id=4,
