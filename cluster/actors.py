@@ -24,7 +24,7 @@ from blockferry.cluster.offload_settings import TierSettings
 from blockferry.cluster.rank_watch import RankWatch
 from blockferry.cluster.scheduler_host import InstanceSettings, SchedulerSettings, WorkerPlace, build_loop
 from blockferry.cluster.scheduler_loop import SchedulerLoop
-from blockferry.cluster.sockets import Endpoints
+from blockferry.cluster.sockets import Endpoint, Endpoints
 from blockferry.cluster.worker_settings import WorkerSettings
 from blockferry.engine.config import ApiConfig, ModelConfig
 from blockferry.engine.kv.instance_plan import InstancePlan
@@ -73,10 +73,10 @@ def _place() -> Place:
     return Place(node_id=context.get_node_id(), address=_address(), pid=os.getpid())
 
 
-def reachable(endpoints: Endpoints, *, node_id: str) -> str:
+def reachable(endpoints: Endpoints, *, node_id: str) -> Endpoint:
     """The endpoint to use from this process: the local one on the scheduler's own node."""
     is_same_node = ray.get_runtime_context().get_node_id() == node_id
-    return endpoints.local if is_same_node or not endpoints.remote else endpoints.remote
+    return endpoints.local if is_same_node or endpoints.remote is None else endpoints.remote
 
 
 class WorkerActor:

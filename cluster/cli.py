@@ -24,6 +24,7 @@ from blockferry.engine.errors import BlockferryError
 
 if TYPE_CHECKING:
     from blockferry.cluster.deployment import Deployment
+    from blockferry.cluster.sockets import Endpoint
 
 app = typer.Typer(
     name="blockferry",
@@ -154,7 +155,7 @@ def check(config: ConfigFile, address: Address = None, as_json: AsJson = False) 
 
 
 @contextlib.contextmanager
-def _endpoint(deployment: Deployment, file: Path, address: str | None, report: Report) -> Iterator[str]:
+def _endpoint(deployment: Deployment, file: Path, address: str | None, report: Report) -> Iterator[Endpoint]:
     """The scheduler's endpoint: of the deployment that runs under this name here, else of a new one."""
     from blockferry.cluster.run_record import find_record
     from blockferry.cluster.session import Wish, deployed
@@ -165,7 +166,7 @@ def _endpoint(deployment: Deployment, file: Path, address: str | None, report: R
             raise BlockferryError(
                 f"deployment {record.name!r} runs here with another model ({record.model_path}); change `name`"
             )
-        yield record.client_endpoint
+        yield record.client
         return
     wish = Wish(deployment=deployment, file=file, address=address, with_api=False)
     with deployed(wish, report) as running:

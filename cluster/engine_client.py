@@ -20,6 +20,7 @@ from zmq.utils.monitor import recv_monitor_message
 from blockferry.cluster import messages
 from blockferry.cluster.api.client import RequestOutput
 from blockferry.cluster.messages import OutputBatch, Rejection, RejectionKind, Tag
+from blockferry.cluster.sockets import Endpoint, connect_dealer
 from blockferry.engine import wire
 from blockferry.engine.errors import BlockferryError, InstanceFailed, QueueFull, RequestRejected
 from blockferry.engine.request import FinishReason, Request
@@ -31,7 +32,7 @@ SILENCE_LIMIT_S = 5.0  # the scheduler says something every second
 class ZmqEngineClient:
     """One client of a deployment. Every method is called on the event loop that called connect()."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: Endpoint) -> None:
         """Only remembers the endpoint; connect() opens the socket."""
         self._endpoint = endpoint
         self._handles = itertools.count(1)
@@ -47,12 +48,8 @@ class ZmqEngineClient:
         """Open the connection. Raises InstanceFailed when nobody answers in time."""
         self._context = zmq.asyncio.Context()
         socket = self._socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IDENTITY, b"client-" + uuid.uuid4().hex.encode())
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        socket.connect(self._endpoint)
+        connect_dealer(socket, self._endpoint, identity=b"client-" + uuid.uuid4().hex.encode(), linger_ms=0)
         self._tasks = [asyncio.create_task(self._read(socket)), asyncio.create_task(self._watch(monitor))]
         self._send(Tag.HELLO, {})
         try:

@@ -18,6 +18,7 @@ from blockferry.cluster.api.prompts import Prompt, from_messages, from_text
 from blockferry.cluster.api.schemas import ChatMessage
 from blockferry.cluster.api.served_model import ServedModel
 from blockferry.cluster.engine_client import ZmqEngineClient
+from blockferry.cluster.sockets import Endpoint
 from blockferry.engine.config import DeploymentConfig
 from blockferry.engine.errors import InstanceFailed, RequestRejected
 from blockferry.engine.request import FinishReason, Request, RequestStats, SamplingParams
@@ -144,7 +145,7 @@ async def _encode(model: ServedModel, prompt: str, style: PromptStyle) -> Prompt
 
 
 async def attached(
-    endpoint: str, config: DeploymentConfig, prompts: Sequence[str], options: GenerateOptions
+    endpoint: Endpoint, config: DeploymentConfig, prompts: Sequence[str], options: GenerateOptions
 ) -> list[Answer]:
     """generate() over a connection of its own to a scheduler. Raises InstanceFailed when it does not answer."""
     model = ServedModel.load(config.model, chat_template=config.api.chat_template)

@@ -15,6 +15,7 @@ from blockferry.cluster.api.app import create_app
 from blockferry.cluster.api.served_model import ServedModel
 from blockferry.cluster.engine_client import ZmqEngineClient
 from blockferry.cluster.listen import bind
+from blockferry.cluster.sockets import Endpoint
 from blockferry.engine.config import ApiConfig, ModelConfig
 
 GRACEFUL_STOP_S = 2
@@ -36,11 +37,11 @@ class HttpServer:
         host, port = self._socket.getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    def run(self, endpoint: str) -> None:
+    def run(self, endpoint: Endpoint) -> None:
         """Serve what the scheduler at `endpoint` computes, on this thread, until stop()."""
         asyncio.run(self._serve(endpoint))
 
-    async def _serve(self, endpoint: str) -> None:
+    async def _serve(self, endpoint: Endpoint) -> None:
         assert self._socket is not None, "open() comes first"
         served = ServedModel.load(self._model, chat_template=self._api.chat_template)
         client = ZmqEngineClient(endpoint)

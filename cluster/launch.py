@@ -31,7 +31,7 @@ from blockferry.cluster.plan_facts import facts_of_instance
 from blockferry.cluster.ray_session import NAMESPACE
 from blockferry.cluster.scheduler_host import InstanceSettings, SchedulerSettings, WorkerPlace
 from blockferry.cluster.scheduler_loop import LoopTiming
-from blockferry.cluster.sockets import Endpoints
+from blockferry.cluster.sockets import Endpoint, Endpoints
 from blockferry.cluster.worker_settings import WorkerSettings
 from blockferry.connectors.base import TransferMode
 from blockferry.connectors.handshake import with_common_scales
@@ -68,7 +68,7 @@ class Running:
     runs: dict[str, Any] = dataclasses.field(default_factory=dict)  # run() references by actor name
 
     @property
-    def client_endpoint(self) -> str:
+    def client_endpoint(self) -> Endpoint:
         """Where clients on this machine connect."""
         assert self.client_endpoints is not None, "the scheduler is not up"
         return self.client_endpoints.local

@@ -1,7 +1,8 @@
 """Notes of running deployments, so that another shell on this machine finds them: one JSON file each.
 
 Owns the folder `run` in the cache folder, which several hosts may share: a process number means something on its own
-host only, so each reads its own notes. A note outlives a killed process; readers drop the stale ones.
+host only, so each reads its own notes. A note outlives a killed process; readers drop the stale ones. Nobody but its
+owner may read a note: it holds the deployment's secret.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import os
 import socket
 from pathlib import Path
 
+from blockferry.cluster.secret import ClusterSecret
+from blockferry.cluster.sockets import Endpoint
 from blockferry.engine.config import cache_dir
 
 logger = logging.getLogger(__name__)
@@ -27,9 +30,15 @@ class RunRecord:
     model_path: str
     ray_address: str
     client_endpoint: str
+    secret: str = dataclasses.field(repr=False)  # a ClusterSecret's text
     url: str  # "" without an HTTP server
     pid: int  # of the process that brought it up
     ray_auth_mode: str = ""  # what RAY_AUTH_MODE must be to connect there
+
+    @property
+    def client(self) -> Endpoint:
+        """Where clients on this machine connect."""
+        return Endpoint(url=self.client_endpoint, secret=ClusterSecret(text=self.secret))
 
 
 def _folder() -> Path:
@@ -46,6 +55,7 @@ def write_record(record: RunRecord) -> Path:
     _folder().mkdir(parents=True, exist_ok=True)
     path = _folder() / f"{record.name}@{_this_host()}.json"
     draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft.touch(mode=0o600)
     draft.write_text(json.dumps(dataclasses.asdict(record), indent=2))
     draft.replace(path)
     return path

@@ -12,6 +12,8 @@ from typing import Any
 from blockferry.cluster.offload_settings import TierSettings
 from blockferry.cluster.plan_facts import PlanFacts
 from blockferry.cluster.scheduler_loop import LoopTiming, Member, SchedulerLoop
+from blockferry.cluster.secret import ClusterSecret
+from blockferry.cluster.sockets import Binding
 from blockferry.connectors.base import Overlap, TransferMode
 from blockferry.connectors.pd_scheduler import PdScheduler
 from blockferry.engine.config import CacheConfig, ConnectorConfig, Role, SchedulerConfig
@@ -65,6 +67,7 @@ class SchedulerSettings:
     has_remote_ranks: bool  # some worker is on another node: listen on TCP too
     workers: tuple[WorkerPlace, ...] = ()  # for status only
     timing: LoopTiming = dataclasses.field(default_factory=LoopTiming)
+    secret: ClusterSecret = dataclasses.field(default_factory=ClusterSecret.make)  # of workers and clients
 
     def summary(self) -> dict[str, Any]:
         """What `status` shows of these settings."""
@@ -108,7 +111,13 @@ def build_loop(
     members = [
         Member(instance_id=one.instance_id, role=one.role, num_ranks=one.num_ranks) for one in settings.instances
     ]
-    return SchedulerLoop(central, members, bind_host=bind_host, timing=settings.timing, end_instance=end_instance)
+    return SchedulerLoop(
+        central,
+        members,
+        binding=Binding(host=bind_host, secret=settings.secret),
+        timing=settings.timing,
+        end_instance=end_instance,
+    )
 
 
 def _instance(settings: InstanceSettings, max_model_len: int) -> Instance:

@@ -22,8 +22,9 @@ from blockferry.cluster import messages
 from blockferry.cluster.client_table import ClientTable
 from blockferry.cluster.health import HealthBoard, TransferTotals
 from blockferry.cluster.messages import Frames, Rejection, RejectionKind, Tag, WorkerId
+from blockferry.cluster.refusals import Refusals
 from blockferry.cluster.router import Candidate, choose
-from blockferry.cluster.sockets import bind_router, send
+from blockferry.cluster.sockets import Binding, bind_router, send
 from blockferry.cluster.wakeup import Mailbox
 from blockferry.engine import wire
 from blockferry.engine.config import Role
@@ -64,12 +65,12 @@ class SchedulerLoop:
         central: CentralScheduler,
         members: Sequence[Member],
         *,
-        bind_host: str,
+        binding: Binding,
         timing: LoopTiming = LoopTiming(),
         end_instance: Callable[[str], None] = lambda _instance_id: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Bind both sockets, on TCP too when bind_host is not empty. Raises zmq.ZMQError when that fails.
+        """Bind both sockets. Raises zmq.ZMQError when that fails.
 
         `end_instance` is called once for each instance that is given up, must return at once and may lead to
         report_gone().
@@ -91,11 +92,12 @@ class SchedulerLoop:
         self._audited = False
         self._num_audits = 0
         self._context = zmq.Context()
-        workers, clients = bind_router(self._context, bind_host), bind_router(self._context, bind_host)
+        workers, clients = (bind_router(self._context, binding) for _ in range(2))
         self._workers, self.worker_endpoints = workers.socket, workers.endpoints
         self._client_socket, self.client_endpoints = clients.socket, clients.endpoints
         self._poller = zmq.Poller()
-        for source in (self._workers, self._client_socket, self._mailbox.fd):
+        self._refusals = Refusals([self._workers, self._client_socket])
+        for source in (self._workers, self._client_socket, self._mailbox.fd, *self._refusals.monitors):
             self._poller.register(source, zmq.POLLIN)
         self._transfers = TransferTotals()
         self.snapshot: dict[str, Any] = {}  # replaced as a whole at every beat; read it from any thread
@@ -149,6 +151,8 @@ class SchedulerLoop:
             self._drain(self._client_socket, self._on_client)
         if self._mailbox.fd in ready:
             self._read_mailbox()
+        if any(monitor in ready for monitor in self._refusals.monitors):
+            self._refusals.read()
         now_s = self._clock()
         if now_s >= self._next_tick_s:
             self._tick(now_s)
@@ -378,6 +382,7 @@ class SchedulerLoop:
         status["reason"] = self._health.reason
         status["is_serving"] = choose(self._candidates()) is not None
         status["num_audits"] = self._num_audits
+        status["num_refused_connections"] = self._refusals.num_refused
         status["uptime_s"] = round(now_s - self._started_s, 3)
         self.snapshot = status
 

@@ -127,7 +127,8 @@ def _record(wish: Wish, running: Running, session: RaySession) -> Path:
             model_path=str(config.model.path),
             ray_address=session.address,
             ray_auth_mode=session.auth_mode,
-            client_endpoint=running.client_endpoint,
+            client_endpoint=running.client_endpoint.url,
+            secret=running.client_endpoint.secret.text,
             url=running.url,
             pid=os.getpid(),
         )

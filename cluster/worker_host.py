@@ -14,6 +14,7 @@ import numpy as np
 
 from blockferry.cluster.offload_host import Executor, GatedExecutor, RankPool, open_offload
 from blockferry.cluster.offload_settings import TierSettings
+from blockferry.cluster.sockets import Endpoint
 from blockferry.cluster.worker_loop import WorkerLoop
 from blockferry.cluster.worker_settings import WorkerSettings
 from blockferry.connectors.base import ByteArray, RankIdentity, TransferEvent
@@ -99,7 +100,7 @@ class WorkerHost:
             self._ferry.restate(layouts)
             self._ferry.connect(peers)
 
-    def run(self, endpoint: str) -> str:
+    def run(self, endpoint: Endpoint) -> str:
         """Serve the scheduler at `endpoint` on this thread until it says stop; returns its reason."""
         assert self._loop is not None, "create_pool() comes first"
         self._loop.run(endpoint, self._ferry, self._offload)

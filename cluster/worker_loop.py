@@ -20,6 +20,7 @@ import zmq
 
 from blockferry.cluster import messages
 from blockferry.cluster.messages import Channel, Frames, Tag, WorkerId
+from blockferry.cluster.sockets import Endpoint, connect_dealer
 from blockferry.cluster.wakeup import Mailbox
 from blockferry.connectors.base import TransferCommand, TransferEvent
 from blockferry.connectors.offload_base import CopyCommand, CopyEvent
@@ -79,7 +80,7 @@ class WorkerLoop:
     ) -> None:
         self._instance_id = instance_id
         self._rank = rank
-        self._endpoint = ""
+        self._endpoint: Endpoint | None = None
         self._executor = executor
         self._timing = timing
         self._stopped = threading.Event()
@@ -99,7 +100,7 @@ class WorkerLoop:
         """End both threads soon. Any thread."""
         self._stopped.set()
 
-    def run(self, endpoint: str, ferry: Ferry | None, copier: Copier | None = None) -> None:
+    def run(self, endpoint: Endpoint, ferry: Ferry | None, copier: Copier | None = None) -> None:
         """Execute the plans of the scheduler at `endpoint` until stopped; returns when both threads have ended."""
         self._endpoint = endpoint
         control = threading.Thread(target=self._run_control, args=(ferry, copier), name="control", daemon=True)
@@ -118,11 +119,8 @@ class WorkerLoop:
     def _connect(self, channel: Channel) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
         identity = WorkerId(instance_id=self._instance_id, rank=self._rank, channel=channel)
-        socket.setsockopt(zmq.IDENTITY, identity.to_bytes())
-        socket.setsockopt(zmq.LINGER, 200)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.connect(self._endpoint)
+        assert self._endpoint is not None, "run() has it"
+        connect_dealer(socket, self._endpoint, identity=identity.to_bytes(), linger_ms=200)
         socket.send_multipart(messages.encode(Tag.HELLO, {}))
         return socket
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from blockferry.cluster.scheduler_host import InstanceSettings, SchedulerSettings, build_loop
 from blockferry.cluster.scheduler_loop import LoopTiming, SchedulerLoop
+from blockferry.cluster.sockets import Endpoint
 from blockferry.cluster.worker_loop import WorkerLoop, WorkerTiming
 from blockferry.connectors.base import TransferCommand, TransferEvent, TransferState
 from blockferry.engine.config import CacheConfig, ConnectorConfig, Role, SchedulerConfig
@@ -89,7 +90,7 @@ class Rig:
     ranks: dict[str, Rank]
 
     @property
-    def endpoint(self) -> str:
+    def endpoint(self) -> Endpoint:
         return self.scheduler.client_endpoints.local
 
 

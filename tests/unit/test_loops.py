@@ -5,10 +5,14 @@ import time
 
 import numpy as np
 import pytest
+import zmq
+import zmq.asyncio
 from support.loops import MAX_MODEL_LEN, Rig, running_loops
 
 from blockferry.cluster.engine_client import ZmqEngineClient
 from blockferry.cluster.scheduler_loop import LoopTiming
+from blockferry.cluster.secret import ClusterSecret
+from blockferry.cluster.sockets import Endpoint, connect_dealer
 from blockferry.connectors.base import TransferState
 from blockferry.engine.config import Role
 from blockferry.engine.errors import InstanceFailed, QueueFull, RequestRejected
@@ -266,18 +270,16 @@ async def test_stopping_scheduler_ends_every_request_with_its_reason():
 
 
 async def test_nobody_at_the_endpoint_is_an_error_within_the_limit():
-    client = ZmqEngineClient("ipc://@blockferry-nobody")
+    client = ZmqEngineClient(Endpoint(url="ipc://@blockferry-nobody", secret=ClusterSecret.make()))
     with pytest.raises(InstanceFailed, match="no answer"):
         await client.connect(timeout_s=0.1)
 
 
-async def test_foreign_messages_do_not_disturb_the_scheduler():
-    import zmq.asyncio
-
+async def test_malformed_messages_of_a_client_do_not_disturb_the_scheduler():
     with running_loops(MIXED) as rig:
         context = zmq.asyncio.Context()
-        stranger = context.socket(zmq.DEALER)
-        stranger.connect(rig.endpoint)
+        odd = context.socket(zmq.DEALER)
+        connect_dealer(odd, rig.endpoint, identity=b"odd", linger_ms=0)
         for frames in (
             [b""],
             [b"q", b"junk"],
@@ -287,7 +289,7 @@ async def test_foreign_messages_do_not_disturb_the_scheduler():
             [b"p", b""],
             [b"q", b"\x92\x01\x80"],
         ):
-            await stranger.send_multipart(frames)
+            await odd.send_multipart(frames)
         client = await connected(rig)
         token_ids, _ = await finish(client)
         client.close()

@@ -12,6 +12,7 @@ HERE = RunRecord(
     model_path="/model",
     ray_address="127.0.0.1:1",
     client_endpoint="tcp://127.0.0.1:2",
+    secret="s",
     url="",
     pid=os.getpid(),
 )
@@ -42,3 +43,9 @@ def test_notes_of_other_hosts_in_a_shared_folder_are_theirs(monkeypatch):
     run_record.write_record(HERE)  # of the same name
     assert run_record.read_records() == [HERE]
     assert path.exists()
+
+
+def test_a_note_is_for_its_owner_only():
+    path = run_record.write_record(HERE)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert "secret" not in repr(HERE)
