@@ -94,6 +94,10 @@ class PdScheduler:
         """Declare an instance, before any transfer that involves it."""
         self._num_ranks[instance_id] = num_ranks
 
+    def remove_instance(self, instance_id: str) -> None:
+        """Forget an instance that no transfer involves any more."""
+        del self._num_ranks[instance_id]
+
     def begin(
         self,
         parts: Sequence[TransferPart],

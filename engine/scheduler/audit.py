@@ -16,10 +16,22 @@ from blockferry.engine.request import Int32Array, Int64Array
 from blockferry.engine.scheduler.batch import Phase
 from blockferry.engine.scheduler.handoff import Handoff, HandoffState
 from blockferry.engine.scheduler.instance import Instance
+from blockferry.engine.scheduler.membership import Member, MemberState
 from blockferry.engine.scheduler.sequence import Ticket
 
 _WITHOUT_SEQUENCE = (Phase.FREE, Phase.ENDED)
 _WITHOUT_BLOCKS = (Phase.FREE, Phase.ENDED, Phase.DRAINING)
+
+
+def check_member(member: Member) -> None:
+    """Check one instance, and that it holds nothing where its state says so. Raises LedgerCorrupted."""
+    instance = member.instance
+    check_instance(instance)
+    if member.state in (MemberState.DRAINED, MemberState.FAILED):
+        num_held = instance.kv.num_usable_blocks - instance.kv.num_free_blocks
+        _require(num_held == 0, instance, f"it is {member.state} and holds blocks", num_held)
+        _require(not instance.batch.num_occupied, instance, f"it is {member.state} and has rows in use", member.state)
+        _require(not len(instance.queue), instance, f"it is {member.state} and requests wait", len(instance.queue))
 
 
 def check_instance(instance: Instance) -> None:
@@ -47,9 +59,11 @@ def check_tickets(tickets: Iterable[Ticket], instances: Mapping[str, Instance]) 
         _require(is_waiting != (sequence.row is not None), instance, "a request neither waits nor runs", ticket.handle)
 
 
-def check_handoffs(handoffs: Iterable[Handoff]) -> None:
-    """Check that hand-offs hold what their state says. Raises LedgerCorrupted."""
+def check_handoffs(handoffs: Iterable[Handoff], instances: Mapping[str, Instance]) -> None:
+    """Check that hand-offs join instances that exist and hold what their state says. Raises LedgerCorrupted."""
     for handoff in handoffs:
+        for side in (handoff.source, handoff.target):
+            _require(side.instance_id in instances, side, "a hand-off involves what has left", handoff.ticket.handle)
         is_reserved = handoff.target_sequence.row is not None
         if is_reserved != (handoff.state is not HandoffState.WAITING):
             raise LedgerCorrupted(f"request {handoff.ticket.handle} is {handoff.state}, reserved: {is_reserved}")

@@ -8,11 +8,12 @@ Owns the tickets of unfinished requests. One thread calls it. Knows no sockets, 
     take_transfers()         -> commands for the ranks that move blocks
     on_transfer(event), tick() -> hand-offs go on, fail or expire, StepOutput
     take_copies(), on_copy(event) -> the same for what instances keep in tiers outside of their pools
+    add_instance, drain, remove_instance -> instances come and go, see membership.py
 """
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -27,16 +28,13 @@ from blockferry.engine.scheduler import admission, audit, reports
 from blockferry.engine.scheduler.ferried import check_ferriable
 from blockferry.engine.scheduler.handoff import Handoff, HandoffFailed, HandoffOptions
 from blockferry.engine.scheduler.instance import Instance
+from blockferry.engine.scheduler.membership import FCFS, Member, Membership, MemberState
 from blockferry.engine.scheduler.offload_seam import LoadsEnded
 from blockferry.engine.scheduler.outputs import Finished, InstanceLoad, Route, StepOutput
-from blockferry.engine.scheduler.schedule import StepScheduler
 from blockferry.engine.scheduler.sequence import LOCAL_LANE, Rank, Sequence, Ticket, resolve_seed
 from blockferry.engine.scheduler.transfers import Handoffs
 from blockferry.engine.scheduler.update import Ended, apply_result
 from blockferry.engine.wire import StepPlan, StepResult
-
-FCFS = "fcfs"
-POLICIES = (FCFS, "priority")
 
 
 class CentralScheduler:
@@ -52,18 +50,9 @@ class CentralScheduler:
     ) -> None:
         """`connector` may be None when no route names two instances; every instance is declared to it here.
 
-        Raises ValueError for an unknown order of requests, ConfigError for a connector between ledgers whose layers
-        differ or cannot be ferried.
+        Raises what add_instance() raises.
         """
-        self._instances = {instance.instance_id: instance for instance in instances}
-        self._steppers = {instance_id: StepScheduler(one) for instance_id, one in self._instances.items()}
-        for instance in self._instances.values():
-            if instance.config.policy not in POLICIES:
-                raise ValueError(f"policy={instance.config.policy!r} is unknown; use one of {', '.join(POLICIES)}")
-            if connector is not None:
-                connector.add_instance(instance.instance_id, num_ranks=instance.num_ranks)
-        if connector is not None:
-            check_ferriable(self._instances.values())
+        self.members = Membership()  # changed here only; for others to read
         self._can_ferry = connector is not None
         handoffs = handoffs or HandoffOptions()
         self._handoffs = Handoffs(
@@ -71,8 +60,48 @@ class CentralScheduler:
         )
         self._clock = clock
         self._tickets: dict[int, Ticket] = {}
-        self._failures: dict[str, str] = {}  # reason by instance_id
         self._num_added = 0
+        self._removed: list[str] = []
+        for instance in instances:
+            self.add_instance(instance)
+
+    # instances
+
+    def add_instance(self, instance: Instance) -> None:
+        """Take an instance in; it may be routed to at once.
+
+        Raises ValueError for an id that this deployment has or had, or an unknown order of requests; ConfigError where
+        sequences are ferried and its layers differ from the others' or cannot be ferried.
+        """
+        self.members.check_new(instance)
+        if self._can_ferry:
+            check_ferriable(instance, self.members.instances.values())
+        self.members.add(instance)
+        self._handoffs.add_instance(instance)
+
+    def drain(self, instance_id: str, deadline_s: float) -> None:
+        """Accept nothing for an instance any more; what is still there in deadline_s seconds ends as resumable.
+
+        Told again, the new deadline counts. Raises ValueError for an unknown instance or a negative time.
+        """
+        if deadline_s < 0:
+            raise ValueError(f"deadline_s={deadline_s} is negative; use 0 to end at once what runs there")
+        self.members.drain(self.members.find(instance_id), drain_s=deadline_s, now_s=self._clock())
+
+    def remove_instance(self, instance_id: str) -> None:
+        """Forget an instance that is drained, or that has failed and of which no byte can be on its way any more.
+
+        A failed one is forgotten by a later tick(), if it must be waited for: until then it is listed, and blocks of
+        others that its processes may still write are held. take_removed() says when it is forgotten. Raises ValueError
+        with its state while it is neither drained nor failed, LedgerCorrupted when it kept something.
+        """
+        self.members.ask_to_leave(self.members.find(instance_id))
+        self._let_go()
+
+    def take_removed(self) -> list[str]:
+        """Ids of instances that were forgotten since the last take."""
+        removed, self._removed = self._removed, []
+        return removed
 
     # requests
 
@@ -83,7 +112,7 @@ class CentralScheduler:
 
     def add(self, request: Request, route: Route) -> None:
         """Accept a request. Raises RequestRejected when it could never run (QueueFull: not now)."""
-        source, target = self._live(request, route.prefill), self._live(request, route.decode)
+        source, target = (self.members.serving(one, request) for one in (route.prefill, route.decode))
         self._check(request, source, target)
         limit = _limit(request, source, target)
         prefill_limit = len(request.prompt_token_ids) + 1
@@ -121,10 +150,11 @@ class CentralScheduler:
 
     def plan(self, instance_id: str) -> StepPlan | None:
         """The instance's next step; None when there is nothing to do now or enough steps are in flight."""
-        if instance_id in self._failures:
+        member = self.members.find(instance_id)
+        if member.state is MemberState.FAILED:
             return None
         now_s = self._clock()
-        plan = self._steppers[instance_id].schedule(now_s, self._handoffs)
+        plan = member.stepper.schedule(now_s, self._handoffs)
         self._handoffs.launch(now_s)
         return plan
 
@@ -133,12 +163,13 @@ class CentralScheduler:
 
         Raises ValueError for another step's result or one of the wrong length.
         """
-        if instance_id in self._failures:
+        member = self.members.find(instance_id)
+        if member.state is MemberState.FAILED:
             return StepOutput()
         if result.error:
             return self.fail_instance(instance_id, result.error)
         now_s = self._clock()
-        update = apply_result(self._instances[instance_id], result, now_s)
+        update = apply_result(member.instance, result, now_s)
         failed = [one for sequence in update.prompt_ready for one in self._handoffs.prompt_ready(sequence, now_s)]
         finished = tuple(self._finish_ended(ended) for ended in update.ended)
         self._handoffs.launch(now_s)
@@ -166,81 +197,71 @@ class CentralScheduler:
     def take_copies(self) -> list[tuple[str, CopyCommand]]:
         """(instance_id, command): to be sent to every rank of the instance, in order, since the last take."""
         return [
-            (instance_id, command)
-            for instance_id, instance in self._instances.items()
-            if instance_id not in self._failures
-            for command in instance.tiers.take_commands()
+            (member.instance_id, command)
+            for member in self.members
+            if member.state is not MemberState.FAILED
+            for command in member.instance.tiers.take_commands()
         ]
 
     def on_copy(self, event: CopyEvent) -> StepOutput:
         """A rank has ended its part of a copy from or to a tier."""
-        if event.instance_id in self._failures:
+        member = self.members.find(event.instance_id)
+        if member.state is MemberState.FAILED:
             return StepOutput()
-        tiers = self._instances[event.instance_id].tiers
-        return StepOutput(finished=self._end_loads(tiers.on_event(event, self._clock())))
+        return StepOutput(finished=self._end_loads(member.instance.tiers.on_event(event, self._clock())))
 
     def tick(self) -> StepOutput:
-        """Apply leases and deadlines. To be called at least every 100 ms."""
+        """Apply leases and deadlines, and let go of instances that leave. To be called at least every 100 ms."""
         now_s = self._clock()
-        output = self._finish_failed(self._handoffs.expire(now_s))
-        ended = [self._end_loads(instance.tiers.expire(now_s)) for instance in self._instances.values()]
-        return StepOutput(finished=output.finished + tuple(itertools.chain(*ended)))
+        finished = self._finish_failed(self._handoffs.expire(now_s)).finished
+        for member in self.members:
+            finished += self._end_loads(member.instance.tiers.expire(now_s))
+            if member.state is MemberState.DRAINING:
+                finished += self._go_on_draining(member, now_s)
+        self._let_go()
+        return StepOutput(finished=finished)
 
     def fail_instance(self, instance_id: str, reason: str) -> StepOutput:
-        """Give an instance up: its requests end with ERROR, but for prompts that a decode instance can take over."""
-        if instance_id in self._failures:
+        """Give an instance up: its requests end as resumable, but for prompts that a decode instance can take over."""
+        member = self.members.find(instance_id)
+        if member.state is MemberState.FAILED:
             return StepOutput()
-        self._failures[instance_id] = reason
-        instance = self._instances[instance_id]
-        message = f"instance {instance_id} failed: {reason}"
-        output = self._finish_failed(self._handoffs.lose(instance, message))
-        targeted = self._handoffs.handles_bound_for(instance)
-        doomed = [
-            ticket for ticket in self._tickets.values() if _is_on(ticket, instance_id) or ticket.handle in targeted
-        ]
-        for ticket in doomed:
-            self._leave(ticket)
+        self.members.fail(member, reason)
+        instance = member.instance
+        self._handoffs.lose(instance)
+        finished = self._clear(instance, f"instance {instance_id} failed: {reason}")
         instance.kv.take_copies()  # no step will do them: what they hold goes back
         instance.tiers.close()
-        errors = tuple(self._finish(ticket, FinishReason.ERROR, message=message) for ticket in doomed)
-        return StepOutput(finished=output.finished + errors)
+        return StepOutput(finished=finished)
 
     def instance_gone(self, instance_id: str) -> None:
         """No process of a failed instance is left, so that nothing new is on its way from it."""
-        self._handoffs.gone(self._instances[instance_id], self._clock())
+        member = self.members.find(instance_id)
+        member.is_gone = True
+        self._handoffs.gone(member.instance, self._clock())
 
     # reports
 
     def load(self, instance_id: str) -> InstanceLoad:
         """How busy an instance is, for the router."""
-        return reports.load(self._instances[instance_id], is_failed=instance_id in self._failures)
+        return reports.load(self.members.find(instance_id).instance)
 
     def status(self) -> dict[str, Any]:
         """Everything worth showing, as plain ints and strings."""
         return {
             "num_unfinished": self.num_unfinished,
-            "instances": [reports.status(one, self._failures.get(one.instance_id)) for one in self._instances.values()],
+            "instances": [reports.status(member) for member in self.members],
             "handoffs": reports.count_handoffs(self._handoffs.all()),
         }
 
     def check_integrity(self) -> None:
         """Prove that ledgers, rows, queues and hand-offs agree. Raises LedgerCorrupted. Cost: O(pools + rows)."""
-        for instance in self._instances.values():
-            audit.check_instance(instance)
-        audit.check_tickets(self._tickets.values(), self._instances)
-        audit.check_handoffs(self._handoffs.all())
+        for member in self.members:
+            audit.check_member(member)
+        audit.check_tickets(self._tickets.values(), self.members.instances)
+        audit.check_handoffs(self._handoffs.all(), self.members.instances)
 
     # steps of the above
-
-    def _live(self, request: Request, instance_id: str) -> Instance:
-        reason = self._failures.get(instance_id)
-        if reason is not None:
-            raise RequestRejected(request.request_id, f"instance {instance_id} has failed: {reason}; retry elsewhere")
-        instance = self._instances.get(instance_id)
-        if instance is None:
-            known = ", ".join(self._instances)
-            raise ValueError(f"instance {instance_id!r} is unknown; route to one of {known}")
-        return instance
 
     def _check(self, request: Request, source: Instance, target: Instance) -> None:
         if request.handle in self._tickets:
@@ -273,7 +294,48 @@ class CentralScheduler:
         if self._handoffs.close(ticket):
             return
         assert ticket.sequence is not None, ticket.handle
-        self._instances[ticket.sequence.instance_id].drop(ticket.sequence)
+        self.members.find(ticket.sequence.instance_id).instance.drop(ticket.sequence)
+
+    def _go_on_draining(self, member: Member, now_s: float) -> tuple[Finished, ...]:
+        """End what has outstayed a drain, and see whether anything is left."""
+        finished: tuple[Finished, ...] = ()
+        if now_s >= member.drain_ends_s:
+            message = (
+                f"instance {member.instance_id} is drained and the {member.drain_s:g} s for what ran there are over"
+            )
+            finished = self._clear(member.instance, message)
+        if member.instance.is_idle and not self._handoffs.involve(member.instance):
+            self.members.mark_drained(member)
+        return finished
+
+    def _clear(self, instance: Instance, message: str) -> tuple[Finished, ...]:
+        """End as resumable all that depends on an instance, but for prompts that a decode instance can take over."""
+        failed = [
+            self._finish_resumable(one.ticket, one.message) for one in self._handoffs.take_over(instance, message)
+        ]
+        targeted = self._handoffs.handles_bound_for(instance)
+        doomed = [
+            ticket
+            for ticket in self._tickets.values()
+            if _is_on(ticket, instance.instance_id) or ticket.handle in targeted
+        ]
+        for ticket in doomed:
+            self._leave(ticket)
+        return (*failed, *(self._finish_resumable(ticket, message) for ticket in doomed))
+
+    def _let_go(self) -> None:
+        """Forget the instances that are to leave and that nothing reaches any more."""
+        for member in [one for one in self.members if one.is_leaving]:
+            is_quiet = member.state is MemberState.DRAINED or member.is_gone
+            if not is_quiet or self._handoffs.involve(member.instance):
+                continue
+            audit.check_member(member)
+            self._handoffs.forget_instance(member.instance)
+            self.members.forget(member)
+            self._removed.append(member.instance_id)
+
+    def _finish_resumable(self, ticket: Ticket, message: str) -> Finished:
+        return dataclasses.replace(self._finish(ticket, FinishReason.ERROR, message=message), is_resumable=True)
 
     def _finish(
         self, ticket: Ticket, reason: FinishReason, *, stop_token_id: int | None = None, message: str = ""

@@ -17,9 +17,8 @@ reads of the encoder's input travel whole, with the last piece. Scratch rings ar
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -207,16 +206,17 @@ def _tokens_per_block(instance: Instance, group: int) -> int:
     return instance.kv.config.groups[group].spec.tokens_per_block
 
 
-def check_ferriable(instances: Iterable[Instance]) -> None:
-    """Raises ConfigError unless sequences of any instance that computes prompts can go to any that decodes."""
-    everyone = list(instances)
-    for instance in everyone:
-        for number, group in enumerate(instance.kv.config.groups):
-            _check_group(instance, number, group)
-    kept = {instance.instance_id: _kept_layers(instance) for instance in everyone}
-    for source, target in itertools.permutations(everyone, 2):
-        if source.role is not Role.DECODE and target.role is not Role.PREFILL:
-            _check_kept(kept, source.instance_id, target.instance_id)
+def check_ferriable(newcomer: Instance, others: Iterable[Instance]) -> None:
+    """Raises ConfigError unless sequences of any instance that computes prompts can go to any that decodes.
+
+    The others are checked against each other already.
+    """
+    for number, group in enumerate(newcomer.kv.config.groups):
+        _check_group(newcomer, number, group)
+    for other in others:
+        for source, target in ((other, newcomer), (newcomer, other)):
+            if source.role is not Role.DECODE and target.role is not Role.PREFILL:
+                _check_kept(source, target)
 
 
 def _check_group(instance: Instance, number: int, group: KVCacheGroup) -> None:
@@ -259,8 +259,9 @@ def _kept_layers(instance: Instance) -> dict[int, _Kept]:
     }
 
 
-def _check_kept(kept: Mapping[str, Mapping[int, _Kept]], source_id: str, target_id: str) -> None:
-    source, target = kept[source_id], kept[target_id]
+def _check_kept(source_instance: Instance, target_instance: Instance) -> None:
+    source_id, target_id = source_instance.instance_id, target_instance.instance_id
+    source, target = _kept_layers(source_instance), _kept_layers(target_instance)
     for layer_id in sorted(source.keys() | target.keys()):
         here, there = source.get(layer_id), target.get(layer_id)
         if here is None or there is None or not here.fills(there):

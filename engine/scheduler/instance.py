@@ -243,6 +243,12 @@ class Instance:
 
     # what others ask
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits or runs here, and no block is held."""
+        is_empty = not len(self.queue) and not self.batch.num_occupied and not self.in_flight
+        return is_empty and self.kv.num_free_blocks == self.kv.num_usable_blocks
+
     def num_in_flight(self, row: int) -> int:
         """Samples of the row that are planned and have not arrived."""
         num_planned = min(int(self.rows.num_computed_tokens[row]) + 1, int(self.batch.limit[row]))

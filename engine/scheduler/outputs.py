@@ -65,4 +65,3 @@ class InstanceLoad:
     num_running: int  # rows in use, of any kind
     num_free_blocks: int
     num_usable_blocks: int
-    is_failed: bool

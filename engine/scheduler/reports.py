@@ -8,10 +8,11 @@ from typing import Any
 from blockferry.engine.scheduler.batch import Phase
 from blockferry.engine.scheduler.handoff import Handoff, HandoffState
 from blockferry.engine.scheduler.instance import Instance
+from blockferry.engine.scheduler.membership import Member
 from blockferry.engine.scheduler.outputs import InstanceLoad
 
 
-def load(instance: Instance, *, is_failed: bool) -> InstanceLoad:
+def load(instance: Instance) -> InstanceLoad:
     """How busy an instance is at this moment."""
     return InstanceLoad(
         num_queued_tokens=instance.num_queued_tokens(),
@@ -19,18 +20,19 @@ def load(instance: Instance, *, is_failed: bool) -> InstanceLoad:
         num_running=instance.batch.num_occupied,
         num_free_blocks=instance.kv.num_free_blocks,
         num_usable_blocks=instance.kv.num_usable_blocks,
-        is_failed=is_failed,
     )
 
 
-def status(instance: Instance, failure: str | None) -> dict[str, Any]:
-    """An instance as plain values; `failure` is why it was given up, or None."""
+def status(member: Member) -> dict[str, Any]:
+    """An instance as plain values."""
+    instance = member.instance
     ledger = instance.kv.stats()
     return {
         "instance_id": instance.instance_id,
         "role": instance.role.value,
         "num_ranks": instance.num_ranks,
-        "failure": failure or "",
+        "state": member.state.value,
+        "failure": member.failure,
         "num_waiting": len(instance.queue),
         "num_queued_tokens": instance.num_queued_tokens(),
         "rows": {phase.name.lower(): len(instance.batch.rows_in(phase)) for phase in Phase},

@@ -47,6 +47,23 @@ class Handoffs:
         self._commands: list[TransferCommand] = []
         self._cancels: list[tuple[str, int]] = []
 
+    # instances
+
+    def add_instance(self, instance: Instance) -> None:
+        """Sequences may come from and go to an instance."""
+        self._connector.add_instance(instance.instance_id, num_ranks=instance.num_ranks)
+
+    def forget_instance(self, instance: Instance) -> None:
+        """An instance that no hand-off involves has left."""
+        assert not self.involve(instance), instance.instance_id
+        instance_id = instance.instance_id
+        # nobody is left to obey them, and nothing of what they name is under way
+        self._commands = [one for one in self._commands if one.executing_instance_id != instance_id]
+        self._cancels = [one for one in self._cancels if one[0] != instance_id]
+        self._lost.discard(instance_id)
+        self._gone_s.pop(instance_id, None)
+        self._connector.remove_instance(instance_id)
+
     # from add to the computed prompt
 
     def open(self, handoff: Handoff) -> None:
@@ -146,11 +163,17 @@ class Handoffs:
         self._release_target(handoff)
         return True
 
-    def lose(self, instance: Instance, reason: str) -> list[HandoffFailed]:
-        """An instance failed: prompts that it had computed for others follow the policy, others stay the caller's."""
+    def lose(self, instance: Instance) -> None:
+        """An instance failed: nobody uses its blocks any more."""
         self._lost.add(instance.instance_id)
         for handoff in list(self._quiescing):
             self._release_if_quiet(handoff)
+
+    def take_over(self, instance: Instance, reason: str) -> list[HandoffFailed]:
+        """Of an instance that failed or leaves, prompts that it has computed for others follow the policy.
+
+        The others stay the caller's.
+        """
         failed: list[HandoffFailed] = []
         for handoff in self._ferrying(lambda one: one.source is instance):
             failed += self._give_up(handoff, reason)
@@ -159,6 +182,10 @@ class Handoffs:
     def gone(self, instance: Instance, now_s: float) -> None:
         """No process of a failed instance is left: what it had posted is all that may still land."""
         self._gone_s[instance.instance_id] = now_s
+
+    def involve(self, instance: Instance) -> bool:
+        """Whether any hand-off comes from or goes to an instance, or bytes of one may still land."""
+        return any(instance in (handoff.source, handoff.target) for handoff in self.all())
 
     def handles_bound_for(self, instance: Instance) -> set[int]:
         """Handles of unfinished requests that wait to be handed over to an instance."""

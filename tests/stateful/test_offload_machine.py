@@ -13,7 +13,6 @@ from blockferry.engine.kv.tier_policies import PolicyName
 from blockferry.engine.scheduler.handoff import LoadFailurePolicy
 from blockferry.engine.scheduler.offload_stores import StoreWhen
 from blockferry.engine.scheduler.offloading import OffloadOptions
-from blockferry.engine.scheduler.outputs import Route
 
 tiers = st.builds(
     TierShapes,
@@ -73,24 +72,21 @@ class MixedOffloadMachine(OffloadMachine):
         tiers=tiers,
     )
     def start(self, shape, family, has_draft, retention, pages, tiers):
-        num_groups = len(SPECS[family](1))
-        shape["num_blocks"] = 1 + (shape["num_blocks"] - 1) * num_groups
-        if pages is not None:
-            shape["pages_per_slab"] = tuple(pages[:num_groups])
-        shape["enable_caching"] = True
-        interval = None if retention is None else retention * largest_step(family, shape["block_size"])
-        self.cluster = SimCluster(
-            Shape(
-                instance_id="mixed-0",
-                family=family,
-                has_draft=has_draft,
-                retention_interval=interval,
-                tiers=tiers,
-                **shape,
-            ),
-            max_model_len=48,
-        )
-        self.routes = [Route(prefill="mixed-0", decode="mixed-0")]
+        self.kind = {
+            "family": family,
+            "has_draft": has_draft,
+            "retention_interval": None if retention is None else retention * largest_step(family, shape["block_size"]),
+            "pages_per_slab": None if pages is None else tuple(pages[: len(SPECS[family](1))]),
+            "block_size": shape["block_size"],
+            "enable_caching": True,
+            "tiers": tiers,
+        }
+        self.cluster = SimCluster(self.newcomer(shape, None), max_model_len=48)
+        self.num_joined += 1
+
+    def newcomer(self, shape, data):
+        shape["num_blocks"] = 1 + (shape["num_blocks"] - 1) * len(SPECS[self.kind["family"]](1))
+        return Shape(instance_id=f"mixed-{self.num_joined}", **shape | self.kind)
 
     @rule()
     @precondition(lambda self: self.cluster.failed == set())
@@ -110,26 +106,25 @@ class FerriedOffloadMachine(OffloadMachine):
         tiers=tiers,
     )
     def start(self, prefill, decode, mode, overlap, family, tiers):
-        num_groups = len(SPECS[family](1))
-        decode["block_size"] = prefill["block_size"]
+        self.family, self.tiers, self.block_size = family, tiers, prefill["block_size"]
         prefill["enable_caching"] = True
-        for shape in (prefill, decode):
-            shape["num_blocks"] = 1 + (shape["num_blocks"] - 1) * num_groups
-            shape["family"] = family
         self.cluster = SimCluster(
-            Shape(instance_id="p0", role=Role.PREFILL, tiers=tiers, **prefill),
-            Shape(instance_id="d0", role=Role.DECODE, **decode),
+            self.shape("p0", Role.PREFILL, prefill),
+            self.shape("d0", Role.DECODE, decode),
             max_model_len=48,
             mode=mode,
             overlap=overlap,
         )
-        self.routes = [Route(prefill="p0", decode="d0"), Route(prefill="p0", decode="p0")]
 
-    @precondition(lambda self: self.cluster.failed == set())
-    @rule(is_wanted=st.sampled_from([False] * 7 + [True]))
-    def lose_the_prefill_instance(self, is_wanted):
-        if is_wanted:
-            self.cluster.fail("p0")
+    def newcomer(self, shape, data):
+        role = data.draw(st.sampled_from([Role.PREFILL, Role.DECODE]))
+        return self.shape(f"{role}-{self.num_joined}", role, shape)
+
+    def shape(self, instance_id, role, shape):
+        shape["num_blocks"] = 1 + (shape["num_blocks"] - 1) * len(SPECS[self.family](1))
+        shape["block_size"] = self.block_size
+        tiers = self.tiers if role is Role.PREFILL and shape["enable_caching"] else None
+        return Shape(instance_id=instance_id, role=role, family=self.family, tiers=tiers, **shape)
 
 
 TestMixedOffload = MixedOffloadMachine.TestCase

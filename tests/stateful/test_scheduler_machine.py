@@ -22,16 +22,21 @@ class MixedMachine(SchedulerMachine):
     )
     def start(self, shape, family, has_draft, retention, pages):
         num_groups = len(SPECS[family](1))
-        shape["num_blocks"] = 1 + (shape["num_blocks"] - 1) * num_groups
-        if pages is not None:
-            shape["pages_per_slab"] = tuple(pages[:num_groups])
-        shape["enable_caching"] &= can_cache(family)
         interval = None if retention is None else retention * largest_step(family, shape["block_size"])
-        self.cluster = SimCluster(
-            Shape(instance_id="mixed-0", family=family, has_draft=has_draft, retention_interval=interval, **shape),
-            max_model_len=48,
-        )
-        self.routes = [Route(prefill="mixed-0", decode="mixed-0")]
+        self.kind = {
+            "family": family,
+            "has_draft": has_draft,
+            "retention_interval": interval,
+            "pages_per_slab": None if pages is None else tuple(pages[:num_groups]),
+            "block_size": shape["block_size"],
+        }
+        self.cluster = SimCluster(self.newcomer(shape, None), max_model_len=48)
+        self.num_joined += 1
+
+    def newcomer(self, shape, data):
+        shape["num_blocks"] = 1 + (shape["num_blocks"] - 1) * len(SPECS[self.kind["family"]](1))
+        shape["enable_caching"] &= can_cache(self.kind["family"])
+        return Shape(instance_id=f"mixed-{self.num_joined}", **shape | self.kind)
 
 
 def has_one_reach(family: str) -> bool:
@@ -53,9 +58,14 @@ class FerryingMachine(SchedulerMachine):
         self.cluster = SimCluster(
             *p_shapes, *d_shapes, max_model_len=48, mode=mode, load_failure_policy=policy, overlap=overlap
         )
-        self.routes = [Route(prefill=p.instance_id, decode=d.instance_id) for p in p_shapes for d in d_shapes] + [
-            Route(prefill=shape.instance_id, decode=shape.instance_id) for shape in p_shapes + d_shapes
-        ]
+
+    def newcomer(self, shape, data):
+        role = data.draw(st.sampled_from([Role.PREFILL, Role.DECODE]))
+        return Shape(instance_id=f"{role}-{self.num_joined}", role=role, **self.suit(shape, data))
+
+    def suit(self, shape, data):
+        """A shape that sequences may come from and go to."""
+        return shape
 
     @precondition(lambda self: any(one.watched for one in self.cluster.transfers))
     @rule(data=st.data(), has_landed=st.booleans())
@@ -67,11 +77,6 @@ class FerryingMachine(SchedulerMachine):
     @rule()
     def land_strays(self):
         self.cluster.spoil_with_strays()
-
-    @precondition(lambda self: self.cluster.dying)
-    @rule()
-    def end_processes(self):
-        self.cluster.end_processes(sorted(self.cluster.dying)[0])
 
     @precondition(lambda self: any(one.ranks_left for one in self.cluster.transfers))
     @rule(
@@ -102,6 +107,8 @@ class FerryingMachine(SchedulerMachine):
         target = transfer.command.dst_instance_id
         self.cluster.tick(40.0)
         self.cluster.tick(100.0)
+        if target not in self.cluster.instances:
+            return
         for family in range(3):
             self.add_one(family, 12, Route(prefill=target, decode=target), max_tokens=8)
         for step in range(2 * num_steps):
@@ -114,12 +121,6 @@ class FerryingMachine(SchedulerMachine):
     @rule(data=st.data())
     def obey_cancels(self, data):
         self.cluster.obey_cancels()
-
-    @precondition(lambda self: self.cluster.failed == set())
-    @rule(data=st.data(), is_wanted=st.sampled_from([False, False, False, True]))
-    def lose_an_instance(self, data, is_wanted):
-        if is_wanted:
-            self.cluster.fail(data.draw(st.sampled_from(sorted(self.cluster.instances))))
 
 
 class DisaggregatedMachine(FerryingMachine):
@@ -149,19 +150,24 @@ class DisaggregatedHybridMachine(FerryingMachine):
         data=st.data(),
     )
     def start(self, prefills, decodes, mode, policy, overlap, family, has_draft, retention, data):
-        num_groups, has_one = len(SPECS[family](1)), has_one_reach(family)
-        block_size = prefills[0]["block_size"]
-        for shape in prefills + decodes:
-            shape["block_size"] = shape["block_size"] if has_one else block_size
-            shape["num_blocks"] = 1 + (shape["num_blocks"] - 1) * num_groups
-            shape["enable_caching"] &= can_cache(family)
-            shape["family"], shape["has_draft"] = family, has_draft
-            if retention is not None:
-                shape["retention_interval"] = retention * largest_step(family, shape["block_size"])
-            if data.draw(st.booleans()):
-                pages = data.draw(st.lists(st.integers(1, 4), min_size=num_groups, max_size=num_groups))
-                shape["pages_per_slab"] = tuple(pages)
-        self.open(prefills, decodes, mode=mode, policy=policy, overlap=overlap)
+        self.family, self.has_draft, self.retention = family, has_draft, retention
+        self.block_size = prefills[0]["block_size"]
+        suited = [[self.suit(shape, data) for shape in shapes] for shapes in (prefills, decodes)]
+        self.open(*suited, mode=mode, policy=policy, overlap=overlap)
+
+    def suit(self, shape, data):
+        num_groups = len(SPECS[self.family](1))
+        if not has_one_reach(self.family):
+            shape["block_size"] = self.block_size
+        shape["num_blocks"] = 1 + (shape["num_blocks"] - 1) * num_groups
+        shape["enable_caching"] &= can_cache(self.family)
+        shape["family"], shape["has_draft"] = self.family, self.has_draft
+        if self.retention is not None:
+            shape["retention_interval"] = self.retention * largest_step(self.family, shape["block_size"])
+        if data.draw(st.booleans()):
+            pages = data.draw(st.lists(st.integers(1, 4), min_size=num_groups, max_size=num_groups))
+            shape["pages_per_slab"] = tuple(pages)
+        return shape
 
 
 TestMixed = MixedMachine.TestCase

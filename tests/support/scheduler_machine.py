@@ -3,12 +3,14 @@
 import os
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.sim_families import SPECS
-from support.simulator import VOCAB_SIZE, SimCluster
+from support.simulator import VOCAB_SIZE, Shape, SimCluster
 
+from blockferry.engine.config import Role
 from blockferry.engine.errors import RequestRejected
 from blockferry.engine.scheduler.outputs import Route
 
@@ -19,6 +21,9 @@ MACHINE_SETTINGS = settings(
     suppress_health_check=[HealthCheck.too_slow],
     derandomize="BLOCKFERRY_MACHINE_EXAMPLES" not in os.environ,
 )
+
+MOST_INSTANCES = 6
+sometimes = st.sampled_from([False, False, False, True])
 
 MOST_GROUPS = max(len(make_specs(1)) for make_specs in SPECS.values())
 
@@ -42,12 +47,70 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Verbs of a deployment in any order; subclasses say which instances there are."""
 
     cluster: SimCluster
-    routes: list[Route]
 
     def __init__(self):
         super().__init__()
         self.next_handle = 0
         self.rejected: set[int] = set()
+        self.num_joined = 0
+
+    @property
+    def routes(self) -> list[Route]:
+        """Every way through the instances that there are, also through those that take nothing any more."""
+        instances = self.cluster.instances.values()
+        pairs = [(one.instance_id, one.instance_id) for one in instances]
+        pairs[:0] = [
+            (source.instance_id, target.instance_id)
+            for source in instances
+            for target in instances
+            if (source.role, target.role) == (Role.PREFILL, Role.DECODE)
+        ]
+        return [Route(prefill=prefill, decode=decode) for prefill, decode in pairs]
+
+    # instances
+
+    def newcomer(self, shape, data) -> Shape:
+        """An instance of that shape as the others allow it."""
+        raise NotImplementedError
+
+    @precondition(lambda self: len(self.cluster.instances) < MOST_INSTANCES)
+    @rule(data=st.data(), shape=small_shapes, is_wanted=sometimes)
+    def join(self, data, shape, is_wanted):
+        if is_wanted:
+            self.cluster.add_instance(self.newcomer(shape, data))
+            self.num_joined += 1
+
+    @rule(data=st.data(), deadline_s=st.sampled_from([0.0, 5.0, 1000.0]), is_wanted=sometimes)
+    def drain(self, data, deadline_s, is_wanted):
+        if is_wanted:
+            instance_id = data.draw(st.sampled_from(sorted(self.cluster.instances)))
+            if len(self.serving()) > 1 or instance_id not in self.serving():
+                self.cluster.central.drain(instance_id, deadline_s)
+
+    @precondition(lambda self: len(self.serving()) < len(self.cluster.instances))
+    @rule(data=st.data())
+    def remove(self, data):
+        instance_id = data.draw(st.sampled_from(sorted(self.cluster.instances)))
+        if self.cluster.state(instance_id) in ("drained", "failed"):
+            self.cluster.remove_instance(instance_id)
+        else:
+            with pytest.raises(ValueError, match="only one that is drained or failed"):
+                self.cluster.remove_instance(instance_id)
+
+    @precondition(lambda self: len(self.serving()) > 1)
+    @rule(data=st.data(), is_wanted=sometimes)
+    def lose_an_instance(self, data, is_wanted):
+        if is_wanted:
+            alive = sorted(set(self.cluster.instances) - self.cluster.failed)
+            self.cluster.fail(data.draw(st.sampled_from(alive)))
+
+    @precondition(lambda self: self.cluster.dying)
+    @rule()
+    def end_processes(self):
+        self.cluster.end_processes(sorted(self.cluster.dying)[0])
+
+    def serving(self) -> list[str]:
+        return [instance_id for instance_id in self.cluster.instances if self.cluster.state(instance_id) == "serving"]
 
     # requests
 
@@ -145,3 +208,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if hasattr(self, "cluster"):
             self.cluster.drain()
             self.cluster.check_all_free()
+            for instance_id in list(self.cluster.instances):
+                self.cluster.central.drain(instance_id, 0.0)
+                self.cluster.tick()
+                self.cluster.remove_instance(instance_id)
+            assert not self.cluster.instances

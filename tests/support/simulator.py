@@ -109,12 +109,12 @@ class SimCluster:
         self.now_s = 1000.0
         self.hold_s = hold_s
         self.max_model_len = max_model_len
-        self.instances = {shape.instance_id: make_instance(shape, max_model_len) for shape in shapes}
+        self.instances: dict[str, Instance] = {}
         connector = None
         if len(shapes) > 1:
             connector = PdScheduler(mode=mode, transfer_timeout_s=transfer_timeout_s)
         self.central = CentralScheduler(
-            self.instances.values(),
+            [],
             connector=connector,
             handoffs=HandoffOptions(
                 overlap=overlap,
@@ -125,18 +125,12 @@ class SimCluster:
             ),
             clock=lambda: self.now_s,
         )
-        self.workers = {
-            shape.instance_id: SimWorker(kv_config(shape), max_rows=shape.max_num_seqs, max_model_len=max_model_len)
-            for shape in shapes
-        }
-        self.plans = {shape.instance_id: collections.deque() for shape in shapes}
-        self.results = {shape.instance_id: collections.deque() for shape in shapes}
-        self.tiers = {
-            shape.instance_id: SimTiers(
-                self.workers[shape.instance_id].cache, instance_id=shape.instance_id, num_ranks=shape.num_ranks
-            )
-            for shape in shapes
-        }
+        self.workers: dict[str, SimWorker] = {}
+        self.plans: dict[str, collections.deque] = {}
+        self.results: dict[str, collections.deque] = {}
+        self.tiers: dict[str, SimTiers] = {}
+        for shape in shapes:
+            self.add_instance(shape)
         self.transfers: list[SimTransfer] = []
         self.strays: list[Stray] = []
         self.failed: set[str] = set()
@@ -146,6 +140,41 @@ class SimCluster:
         self.logprobs: dict[int, list] = collections.defaultdict(list)
         self.finished: dict[int, Finished] = {}
         self.overtakings: collections.Counter[int] = collections.Counter()  # by handle
+
+    # instances
+
+    def add_instance(self, shape: Shape) -> None:
+        instance_id = shape.instance_id
+        instance = make_instance(shape, self.max_model_len)
+        self.central.add_instance(instance)
+        self.instances[instance_id] = instance
+        self.workers[instance_id] = SimWorker(
+            kv_config(shape), max_rows=shape.max_num_seqs, max_model_len=self.max_model_len
+        )
+        self.plans[instance_id], self.results[instance_id] = collections.deque(), collections.deque()
+        self.tiers[instance_id] = SimTiers(
+            self.workers[instance_id].cache, instance_id=instance_id, num_ranks=shape.num_ranks
+        )
+
+    def remove_instance(self, instance_id: str) -> None:
+        """Its processes end once it is forgotten."""
+        self.central.remove_instance(instance_id)
+        self.forget_removed()
+
+    def forget_removed(self) -> None:
+        for instance_id in self.central.take_removed():
+            for transfer in self.transfers:
+                command = transfer.command
+                if instance_id in self.failed and command.dst_instance_id == instance_id:
+                    continue  # nobody reads what lands there
+                assert instance_id not in (command.src_instance_id, command.dst_instance_id), "left while bytes move"
+            del self.instances[instance_id]
+            self.failed.discard(instance_id)
+
+    def state(self, instance_id: str) -> str:
+        """Its state; empty once it is forgotten."""
+        entries = {one["instance_id"]: one["state"] for one in self.central.status()["instances"]}
+        return entries.get(instance_id, "")
 
     # verbs
 
@@ -192,6 +221,7 @@ class SimCluster:
     def tick(self, seconds: float = 0.0) -> None:
         self.now_s += seconds
         self.absorb(self.central.tick())
+        self.forget_removed()
 
     def fetch_copies(self) -> None:
         for instance_id, command in self.central.take_copies():
@@ -331,7 +361,7 @@ class SimCluster:
         """Plan, execute and commit once everywhere, and finish all transfers. False when nothing moved."""
         has_moved = False
         self.tick(0.01)
-        for instance_id in self.instances:
+        for instance_id in list(self.instances):
             has_moved |= self.plan(instance_id) is not None
             has_moved |= self.execute(instance_id)
             has_moved |= self.commit(instance_id)
