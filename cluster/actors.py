@@ -115,9 +115,13 @@ class WorkerActor:
         """Make the pool and what is behind it; returns its endpoint for peers."""
         return self._host.create_pool(plan, tiers)
 
-    def connect(self, own: bytes, peers: Sequence[bytes]) -> None:
-        """Connect to the pools of peer instances; `own` is this rank's endpoint as they have it."""
-        self._host.connect(own, peers)
+    def take_scales(self, own: bytes) -> None:
+        """Take the scales in `own`, this rank's endpoint as its peers have it. Before connect() and run()."""
+        self._host.take_scales(own)
+
+    def connect(self, peers: Sequence[bytes]) -> None:
+        """Connect to the pools of peer instances, all ranks of each."""
+        self._host.connect(peers)
 
     def run(self, endpoints: Endpoints, scheduler_node_id: str) -> str:
         """Serve until the scheduler says stop; returns the reason."""

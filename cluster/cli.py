@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -76,7 +77,7 @@ def fetch_model(name: Annotated[str, typer.Argument(metavar="NAME", help="Such a
 @app.command()
 def serve(config: ConfigFile, address: Address = None) -> None:
     """Bring a deployment up and serve HTTP until Ctrl-C or SIGTERM."""
-    from blockferry.cluster.launch import LaunchError
+    from blockferry.cluster.actor_calls import LaunchError
     from blockferry.cluster.session import Wish, deployed
 
     with contextlib.ExitStack() as stack:
@@ -87,9 +88,10 @@ def serve(config: ConfigFile, address: Address = None) -> None:
             running = stack.enter_context(deployed(wish, report))
         cli_output.print_line(f"{deployment.config.model.served_name} is served at {running.url}")
         stack.enter_context(stop_signals.noted())
-        while not (failure := running.find_failure(timeout_s=0.5)):
+        while not (ended := running.find_ended()):
             stop_signals.check()
-        raise LaunchError(failure)
+            time.sleep(0.2)
+        raise LaunchError("; ".join(f"{name} has ended: {reason}" for name, reason in ended.items()))
 
 
 @app.command()

@@ -21,7 +21,7 @@ from blockferry.engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from blockferry.cluster.bench.serve import CeilingRows
-    from blockferry.cluster.launch import Running
+    from blockferry.cluster.running import Running
 
 app = typer.Typer(help="Measure the ledger, transfers, offload and a server.", no_args_is_help=True)
 

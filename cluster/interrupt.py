@@ -6,12 +6,16 @@ calls an exception from a handler would corrupt them: there signals are only not
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from types import FrameType
+from typing import Any, TypeVar
 
+CHECK_S = 0.1
+ResultT = TypeVar("ResultT")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -79,3 +83,17 @@ def _raise(number: int, _frame: FrameType | None) -> None:
 
 
 stop_signals = StopSignals()  # signal handlers belong to the process, so their state does too
+
+
+async def until_stopped(work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """The result of `work`; a noted signal cancels it, lets it clean up and raises Interrupted."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            await asyncio.wait({task}, timeout=CHECK_S)
+            stop_signals.check()
+    except BaseException:
+        task.cancel()
+        await asyncio.wait({task})
+        raise
+    return task.result()

@@ -9,15 +9,15 @@ release() speak to Ray.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from blockferry.cluster.interrupt import stop_signals
 from blockferry.engine.config import DeploymentConfig, InstanceConfig, Role
 from blockferry.engine.errors import BlockferryError
 
@@ -129,7 +129,7 @@ def cluster_nodes() -> list[Node]:
     ]
 
 
-def reserve(instances: Sequence[PlacedInstance], *, name: str) -> dict[str, PlacementGroup]:
+async def reserve(instances: Sequence[PlacedInstance], *, name: str) -> dict[str, PlacementGroup]:
     """A placement group per instance. Raises PlacementError, with nothing reserved, when they do not fit."""
     shortage = find_shortage(instances, cluster_nodes())
     if shortage:
@@ -144,30 +144,30 @@ def reserve(instances: Sequence[PlacedInstance], *, name: str) -> dict[str, Plac
                 bundles, strategy="PACK", name=f"{name}:{instance.instance_id}"
             )
         for instance in instances:
-            if not _is_ready(groups[instance.instance_id]):
+            if not await _is_ready(groups[instance.instance_id]):
                 raise PlacementError(
                     f"instance {instance.instance_id} found no place within {RESERVE_TIMEOUT_S:g} s: it needs "
                     f"{_words(stage_resources(instance.config))} on one node for each of "
                     f"{instance.config.pipeline_parallel} stage(s); free now: {_free_words(cluster_nodes())}"
                 )
     except BaseException:
-        release(groups)
+        release(groups.values())
         raise
     return groups
 
 
-def _is_ready(group: PlacementGroup) -> bool:
+async def _is_ready(group: PlacementGroup) -> bool:
     deadline_s = time.monotonic() + RESERVE_TIMEOUT_S
     while time.monotonic() < deadline_s:
-        if group.wait(0.25):
+        if group.wait(0):
             return True
-        stop_signals.check()
+        await asyncio.sleep(0.1)
     return False
 
 
-def release(groups: Mapping[str, PlacementGroup]) -> None:
+def release(groups: Iterable[PlacementGroup]) -> None:
     """Give reservations back."""
-    for group in groups.values():
+    for group in groups:
         remove_placement_group(group)
 
 

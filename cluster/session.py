@@ -15,12 +15,12 @@ from blockferry.cluster import launch, ray_session, run_record
 from blockferry.cluster.check import check_machine, check_weights
 from blockferry.cluster.deployment import Deployment
 from blockferry.cluster.interrupt import stop_signals
-from blockferry.cluster.launch import Running
 from blockferry.cluster.launch_progress import Progress, Report
 from blockferry.cluster.listen import bind
 from blockferry.cluster.placement import name_instances, total_resources
 from blockferry.cluster.ray_session import RaySession
 from blockferry.cluster.run_record import RunRecord
+from blockferry.cluster.running import Running
 from blockferry.engine.errors import BlockferryError, ConfigError
 
 

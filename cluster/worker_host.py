@@ -2,7 +2,7 @@
 
 Owns their order of construction and closing. Runs in any process, with or without Ray.
 
-    check -> load -> create_pool -> connect -> run (until stopped) -> close
+    check -> load -> create_pool -> take_scales -> connect -> run (until stopped) -> close
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from blockferry.engine.worker.worker import Worker, check_checkpoint
 
 
 class WorkerHost:
-    """One rank of one instance. One call at a time, except stop()."""
+    """One rank of one instance. One call at a time, except stop(), and connect() beside run()."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
@@ -89,15 +89,19 @@ class WorkerHost:
         self._loop = WorkerLoop(instance_id=own.instance_id, rank=own.rank, executor=executor)
         return b"" if self._ferry is None else self._ferry.endpoint(worker.layouts())
 
-    def connect(self, own: bytes, peers: Sequence[bytes]) -> None:
-        """Connect to instances that this one ferries blocks to or from, given as the endpoints of all their ranks.
-
-        `own` is this rank's endpoint with the scales that all ranks agreed upon.
-        """
+    def take_scales(self, own: bytes) -> None:
+        """Take the scales that all ranks agreed upon, in this rank's endpoint. Before connect() and run()."""
         if self._ferry is not None:
             layouts = decode_endpoint(own).layouts
             self._need_worker().take_scales(layouts)
             self._ferry.restate(layouts)
+
+    def connect(self, peers: Sequence[bytes]) -> None:
+        """Connect to instances that this one ferries blocks to or from, given as the endpoints of all their ranks.
+
+        Also while run() is under way.
+        """
+        if self._ferry is not None:
             self._ferry.connect(peers)
 
     def run(self, endpoint: Endpoint) -> str:

@@ -51,9 +51,16 @@ def with_common_scales(endpoints: Sequence[bytes]) -> list[bytes]:
     Ranks that share a model otherwise sum in another order, so a calibrated scale may come out as the next power of
     two; the larger one fits the values of both. Every rank must take the scales of its new endpoint.
     """
-    decoded = [decode_endpoint(one) for one in endpoints]
+    return with_scales_of(endpoints, endpoints)
+
+
+def with_scales_of(known: Sequence[bytes], endpoints: Sequence[bytes]) -> list[bytes]:
+    """Endpoints with the largest scales that ranks in `known` have, of which some instance must be there as a whole.
+
+    For ranks that join later: what the others have cached is scaled already, so theirs must not change.
+    """
     largest: dict[_Cell, tuple[float, float]] = {}
-    for endpoint in decoded:
+    for endpoint in map(decode_endpoint, known):
         for layout in endpoint.layouts:
             for cell, (k_scale, v_scale) in _scales(layout).items():
                 largest_k, largest_v = largest.get(cell, (0.0, 0.0))
@@ -62,7 +69,7 @@ def with_common_scales(endpoints: Sequence[bytes]) -> list[bytes]:
         encode_endpoint(
             dataclasses.replace(endpoint, layouts=tuple(_rescaled(layout, largest) for layout in endpoint.layouts))
         )
-        for endpoint in decoded
+        for endpoint in map(decode_endpoint, endpoints)
     ]
 
 

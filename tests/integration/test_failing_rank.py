@@ -13,7 +13,7 @@ from support.rank_processes import run_ranks
 from support.tiny_families import checkpoint
 from support.tiny_tokenizers import byte_level
 
-from blockferry.cluster.launch import LaunchError
+from blockferry.cluster.actor_calls import LaunchError
 from blockferry.engine.config import DType
 from blockferry.engine.worker.spec import WorkerSpec
 

@@ -18,7 +18,7 @@ from blockferry.cluster.api.client import RequestOutput
 from blockferry.cluster.deployment import load_deployment
 from blockferry.cluster.engine_client import ZmqEngineClient
 from blockferry.cluster.fetch import is_fetched, model_dir
-from blockferry.cluster.launch import Running
+from blockferry.cluster.running import Running
 from blockferry.cluster.session import Wish, deployed
 from blockferry.engine.request import FinishReason, Request, RequestStats, SamplingParams
 
