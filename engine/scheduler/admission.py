@@ -85,6 +85,15 @@ def check_lengths(request: Request, *, max_model_len: int) -> None:
             f"the prompt has {num_prompt_tokens} tokens, but with max_tokens={max_tokens} and "
             f"max_model_len={max_model_len} at most {longest} fit; shorten the prompt or raise max_model_len",
         )
+    num_output_tokens = len(request.output_token_ids)
+    most = token_limit(request, max_model_len=max_model_len) - num_prompt_tokens
+    if num_output_tokens > most:
+        raise RequestRejected(
+            request.request_id,
+            f"the request comes with {num_output_tokens} tokens of output, but after {num_prompt_tokens} of its prompt, "
+            f"with max_tokens={max_tokens} and max_model_len={max_model_len}, at most {most} fit; send what was drawn "
+            "for this very request",
+        )
 
 
 def check_encoder_input(request: Request, *, max_num_encoder_tokens: int | None) -> None:

@@ -115,7 +115,7 @@ class CentralScheduler:
         source, target = (self.members.serving(one, request) for one in (route.prefill, route.decode))
         self._check(request, source, target)
         limit = _limit(request, source, target)
-        prefill_limit = len(request.prompt_token_ids) + 1
+        prefill_limit = request.num_given_tokens + 1
         is_ferried = source is not target and limit > prefill_limit
         ticket = self._open_ticket(request, route, source)
         sequence = _sequence(
@@ -270,9 +270,9 @@ class CentralScheduler:
             raise ValueError(f"no connector joins {source.instance_id} and {target.instance_id}; route to one instance")
         admission.check_encoder_input(request, max_num_encoder_tokens=source.kv.max_num_encoder_tokens)
         admission.check_lengths(request, max_model_len=_max_model_len(source, target))
-        num_prompt_tokens = len(request.prompt_token_ids)
-        admission.check_fits_pool(request, source.kv, num_tokens=num_prompt_tokens, instance_id=source.instance_id)
-        num_stored = max(num_prompt_tokens, _limit(request, source, target) - 1)
+        num_given_tokens = request.num_given_tokens
+        admission.check_fits_pool(request, source.kv, num_tokens=num_given_tokens, instance_id=source.instance_id)
+        num_stored = max(num_given_tokens, _limit(request, source, target) - 1)
         admission.check_fits_pool(request, target.kv, num_tokens=num_stored, instance_id=target.instance_id)
         admission.check_queue(
             request,
@@ -285,7 +285,16 @@ class CentralScheduler:
         priority = 0 if source.config.policy == FCFS else request.priority
         rank = Rank(priority=priority, arrival_s=request.arrival_s, order=self._num_added)
         self._num_added += 1
-        ticket = Ticket(request=request, sampling=resolve_seed(request.sampling), route=route, rank=rank)
+        num_output_tokens = len(request.output_token_ids)
+        ticket = Ticket(
+            request=request,
+            sampling=resolve_seed(request.sampling),
+            route=route,
+            rank=rank,
+            num_output_tokens=num_output_tokens,
+            # the prompt's had been delivered with the first token
+            num_prompt_logprobs_sent=len(request.prompt_token_ids) - 1 if num_output_tokens else 0,
+        )
         self._tickets[request.handle] = ticket
         return ticket
 
@@ -378,14 +387,15 @@ def _limit(request: Request, source: Instance, target: Instance) -> int:
 
 def _sequence(ticket: Ticket, instance: Instance, *, limit: int, lane: str) -> Sequence:
     request = ticket.request
+    given_token_ids = request.given_token_ids
     return Sequence(
         ticket=ticket,
         instance_id=instance.instance_id,
         limit=limit,
         lane=lane,
-        token_ids=request.prompt_token_ids,
+        token_ids=given_token_ids,
         hashes=instance.kv.hash_prompt(
-            request.prompt_token_ids,
+            given_token_ids,
             cache_salt=request.cache_salt,
             extra_keys=encoder_key(request.encoder_token_ids),
         ),

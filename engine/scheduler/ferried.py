@@ -1,5 +1,7 @@
 """What of a prompt's cache travels in a hand-off: per cache group the blocks that the decode side took for it.
 
+Of a resumed request, the output that it came with is treated as the prompt's end.
+
 Reads the tables of both sides; takes and changes nothing. Knows block sizes and reach, never bytes. Sides that are
 planned for other shapes may group the same layers otherwise: a group of D is filled from all groups of P that its
 layers are in. A prompt travels whole or in pieces, one after the other, that end where blocks of both sides end in
@@ -45,8 +47,8 @@ class Piece:
 
 def piece_of(handoff: Handoff, num_computed: int) -> Piece:
     """The piece that may travel next when num_computed tokens of the prompt are computed; empty: none yet."""
-    if num_computed >= handoff.ticket.num_prompt_tokens:
-        return Piece(handoff.num_sent, handoff.ticket.num_prompt_tokens)
+    if num_computed >= handoff.ticket.num_given_tokens:
+        return Piece(handoff.num_sent, handoff.ticket.num_given_tokens)
     step = _piece_multiple(handoff)
     return Piece(handoff.num_sent, max(handoff.num_sent, num_computed // step * step))
 
@@ -71,18 +73,22 @@ def _parts(handoff: Handoff, piece: Piece) -> Iterator[TransferPart]:
     source_of = {layer_id: number for number, group in enumerate(sources) for layer_id in group.layer_ids}
     for number, group in enumerate(targets):
         for source in sorted({source_of[layer_id] for layer_id in group.layer_ids}):
-            part = _part(handoff, _Groups(source, number), piece)
-            if part is not None:
-                yield part
+            yield from _parts_of(handoff, _Groups(source, number), piece)
 
 
-def _part(handoff: Handoff, groups: _Groups, piece: Piece) -> TransferPart | None:
-    target, is_last = handoff.target.kv.config.groups[groups.dst], piece.stop == handoff.ticket.num_prompt_tokens
+def _parts_of(handoff: Handoff, groups: _Groups, piece: Piece) -> Iterator[TransferPart]:
+    target, is_last = handoff.target.kv.config.groups[groups.dst], piece.stop == handoff.ticket.num_given_tokens
     if target.spec.kind is SpecKind.CROSS_ATTENTION:
-        return _encoder_part(handoff, groups) if is_last else None
-    if target.spec.kind is SpecKind.MAMBA:
-        return _state_part(handoff, groups) if is_last else None
-    return None if rule_of(target.spec) is None else _attention_part(handoff, groups, piece)
+        if is_last:
+            yield _encoder_part(handoff, groups)
+    elif target.spec.kind is SpecKind.MAMBA:
+        if is_last:
+            yield _state_part(handoff, groups)
+    elif rule_of(target.spec) is not None:
+        for wanted in _wanted(handoff, groups):
+            tokens = Piece(max(piece.start, wanted.start), min(piece.stop, wanted.stop))
+            if tokens.start < tokens.stop:
+                yield _attention_part(handoff, groups, tokens)
 
 
 def part_bytes(handoff: Handoff, part: TransferPart) -> float:
@@ -100,7 +106,7 @@ def whole_bytes(handoff: Handoff) -> float:
     """What all of a prompt's cache weighs: every token of every layer that attends, and the states after the last."""
     total = 0.0
     for group in handoff.target.kv.config.groups:
-        num_tokens = handoff.ticket.num_prompt_tokens
+        num_tokens = handoff.ticket.num_given_tokens
         if group.spec.kind is SpecKind.CROSS_ATTENTION:
             num_tokens = handoff.ticket.num_encoder_tokens
         elif group.spec.kind is SpecKind.MAMBA:
@@ -141,8 +147,8 @@ def _encoder_part(handoff: Handoff, groups: _Groups) -> TransferPart:
 
 def _state_part(handoff: Handoff, groups: _Groups) -> TransferPart:
     """The state after the prompt's last token, wherever either side keeps it."""
-    src_block_ids = _prompt_blocks(handoff.source, handoff.source_row, groups.src)[-1:]
-    dst_block_ids = _prompt_blocks(handoff.target, handoff.target_row, groups.dst)[-1:]
+    src_block_ids = _given_blocks(handoff, handoff.source, groups.src)[-1:]
+    dst_block_ids = _given_blocks(handoff, handoff.target, groups.dst)[-1:]
     assert src_block_ids[0] != NULL_BLOCK_ID, (handoff.ticket.handle, groups)
     assert dst_block_ids[0] != NULL_BLOCK_ID, (handoff.ticket.handle, groups)
     return TransferPart(
@@ -154,46 +160,53 @@ def _state_part(handoff: Handoff, groups: _Groups) -> TransferPart:
     )
 
 
-def _attention_part(handoff: Handoff, groups: _Groups, piece: Piece) -> TransferPart | None:
-    first_token = max(piece.start, _first_wanted(handoff, groups))
-    if first_token >= piece.stop:
-        return None
+def _attention_part(handoff: Handoff, groups: _Groups, tokens: Piece) -> TransferPart:
     src_size, dst_size = _tokens_per_block(handoff.source, groups.src), _tokens_per_block(handoff.target, groups.dst)
-    src_columns = slice(first_token // src_size, cdiv(piece.stop, src_size))
-    dst_columns = slice(first_token // dst_size, cdiv(piece.stop, dst_size))
+    src_columns = slice(tokens.start // src_size, cdiv(tokens.stop, src_size))
+    dst_columns = slice(tokens.start // dst_size, cdiv(tokens.stop, dst_size))
     src_block_ids = handoff.source.kv.block_ids(handoff.source_row, groups.src)[src_columns]
     dst_block_ids = handoff.target.kv.block_ids(handoff.target_row, groups.dst)[dst_columns]
-    assert NULL_BLOCK_ID not in src_block_ids, (handoff.ticket.handle, groups, piece, src_block_ids)
-    assert NULL_BLOCK_ID not in dst_block_ids, (handoff.ticket.handle, groups, piece, dst_block_ids)
+    assert NULL_BLOCK_ID not in src_block_ids, (handoff.ticket.handle, groups, tokens, src_block_ids)
+    assert NULL_BLOCK_ID not in dst_block_ids, (handoff.ticket.handle, groups, tokens, dst_block_ids)
     return TransferPart(
         src_group=groups.src,
         dst_group=groups.dst,
         src_block_ids=src_block_ids,
         dst_block_ids=dst_block_ids,
-        num_tokens=piece.stop - first_token,
-        first_token=first_token % src_size,
-        dst_first_token=first_token % dst_size,
+        num_tokens=tokens.stop - tokens.start,
+        first_token=tokens.start % src_size,
+        dst_first_token=tokens.start % dst_size,
     )
 
 
-def _first_wanted(handoff: Handoff, groups: _Groups) -> int:
-    """The first token that the decode side lacks and that a token after the prompt reads, or one shortly before."""
-    dst_block_ids = _prompt_blocks(handoff.target, handoff.target_row, groups.dst)
+def _wanted(handoff: Handoff, groups: _Groups) -> Iterator[Piece]:
+    """What the decode side lacks and a later token reads, or begins shortly before; at most two pieces.
+
+    They are two where all of the prompt is kept, and a window of the output that a resumed request came with.
+    """
     src_size, dst_size = _tokens_per_block(handoff.source, groups.src), _tokens_per_block(handoff.target, groups.dst)
+    source_rule = rule_of(handoff.source.kv.config.groups[groups.src].spec)
+    target_rule = rule_of(handoff.target.kv.config.groups[groups.dst].spec)
+    assert source_rule is not None, groups
+    assert target_rule is not None, groups
+    num_given, num_prompt_tokens = handoff.ticket.num_given_tokens, handoff.ticket.num_prompt_tokens
     # a hit's whole blocks are shared; one that it ends inside of is the row's own copy, and travels whole
-    dst_column = max(handoff.target_sequence.num_hit_tokens // dst_size, _first_held(dst_block_ids))
-    rule = rule_of(handoff.source.kv.config.groups[groups.src].spec)
-    assert rule is not None, groups
-    num_prompt_tokens = handoff.ticket.num_prompt_tokens
-    is_kept = rule.first_skippable(num_prompt_tokens, src_size) > 0  # all of the prompt
-    first_read = 0 if is_kept else max(0, int(rule.num_skipped(num_prompt_tokens)))
-    return max(dst_column * dst_size, first_read // src_size * src_size)
+    start = handoff.target_sequence.num_hit_tokens // dst_size * dst_size
+    first_read = max(0, int(source_rule.num_skipped(num_given))) // src_size * src_size
+    first_read = max(first_read, _first_held(_given_blocks(handoff, handoff.target, groups.dst)) * dst_size)
+    is_prompt_kept = target_rule.first_skippable(num_prompt_tokens, dst_size) > 0
+    if is_prompt_kept and first_read > num_prompt_tokens:
+        yield Piece(start, num_prompt_tokens)
+    if not is_prompt_kept or first_read > num_prompt_tokens:
+        start = max(start, first_read)
+    yield Piece(start, num_given)
 
 
-def _prompt_blocks(instance: Instance, row: int, group: int) -> Int32Array:
-    """The row's blocks up to the prompt's end, in a group; null ones 0."""
-    num_prompt_tokens = int(instance.rows.num_prompt_tokens[row])
-    return instance.kv.block_ids(row, group)[: instance.kv.config.groups[group].spec.num_blocks_for(num_prompt_tokens)]
+def _given_blocks(handoff: Handoff, instance: Instance, group: int) -> Int32Array:
+    """The blocks of a side, in a group, of the tokens that were given; null ones 0."""
+    row = handoff.source_row if instance is handoff.source else handoff.target_row
+    spec = instance.kv.config.groups[group].spec
+    return instance.kv.block_ids(row, group)[: spec.num_blocks_for(handoff.ticket.num_given_tokens)]
 
 
 def _first_held(block_ids: Int32Array) -> int:

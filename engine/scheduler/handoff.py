@@ -117,7 +117,7 @@ class Handoff:
     @property
     def is_complete(self) -> bool:
         """Whether all of the prompt has arrived."""
-        return self.num_sent >= self.ticket.num_prompt_tokens and not self.under_way and not self.failure
+        return self.num_sent >= self.ticket.num_given_tokens and not self.under_way and not self.failure
 
     @property
     def source_row(self) -> int:

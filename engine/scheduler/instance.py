@@ -184,9 +184,9 @@ class Instance:
         row = sequence.row
         assert row is not None, sequence
         assert self.batch.phase[row] == Phase.INCOMING, (row, self.batch.phase[row])
+        self.rows.num_computed_tokens[row] = self.rows.num_tokens[row]
         self.rows.append(np.array([row], np.int32), np.array([first_token_id], np.int32))
         self._unannounced.append(row)
-        self.rows.num_computed_tokens[row] = self.rows.num_prompt_tokens[row]
         self.kv.cache_prefix(row)
         self.batch.set_phase(row, Phase.DECODE)
 

@@ -59,6 +59,11 @@ class Ticket:
         return len(self.request.prompt_token_ids)
 
     @property
+    def num_given_tokens(self) -> int:
+        """Tokens that the request came with: the prompt, and output that had been passed on before it was resumed."""
+        return self.request.num_given_tokens
+
+    @property
     def num_encoder_tokens(self) -> int:
         """Length of the encoder's input; 0 without one."""
         encoder_token_ids = self.request.encoder_token_ids
@@ -95,7 +100,7 @@ class Ticket:
         return RequestStats(
             num_prompt_tokens=self.num_prompt_tokens,
             num_output_tokens=self.num_output_tokens,
-            num_cached_tokens=self.num_cached_tokens,
+            num_cached_tokens=min(self.num_cached_tokens, self.num_prompt_tokens),  # given output may be cached too
             num_preemptions=self.num_preemptions,
             queued_s=max(0.0, queued_until_s - self.request.arrival_s),
             prefill_s=0.0 if scheduled_s is None else max(0.0, prefilled_s - scheduled_s),
@@ -112,7 +117,7 @@ class Sequence:
     """A ticket's presence on one instance. Owned by that instance's Scheduler.
 
     `limit` is the number of tokens at which this instance stops planning it: on a prefill instance that hands
-    over, prompt + 1; else the request's own end. `lane` names the decode instance it will be handed to.
+    over, one more than were given; else the request's own end. `lane` names the decode instance it will be handed to.
     """
 
     ticket: Ticket

@@ -101,8 +101,8 @@ class Handoffs:
         handoff.state = HandoffState.FERRYING
         if handoff.failure:
             return self._give_up(handoff, handoff.failure)
-        if not handoff.planned and handoff.num_sent < handoff.ticket.num_prompt_tokens:
-            handoff.planned.append(ComputedTo(handoff.source.retired_step, handoff.ticket.num_prompt_tokens))
+        if not handoff.planned and handoff.num_sent < handoff.ticket.num_given_tokens:
+            handoff.planned.append(ComputedTo(handoff.source.retired_step, handoff.ticket.num_given_tokens))
         self._send_soon(handoff)
         return []
 
@@ -158,7 +158,7 @@ class Handoffs:
         if handoff is None:
             return False
         if handoff.state is HandoffState.FERRYING:
-            ticket.num_output_tokens = 1
+            ticket.num_output_tokens = len(ticket.request.output_token_ids) + 1
         handoff.source.drop(handoff.source_sequence)
         self._release_target(handoff)
         return True
@@ -286,7 +286,7 @@ class Handoffs:
         del self._by_handle[ticket.handle]
         handoff.source.drop(handoff.source_sequence)
         self._release_target(handoff)
-        ticket.num_output_tokens = 1
+        ticket.num_output_tokens = len(ticket.request.output_token_ids) + 1
         if self._options.load_failure_policy is LoadFailurePolicy.FAIL:
             return [HandoffFailed(ticket=ticket, message=handoff.describe_failure(reason))]
         ticket.sequence = Sequence(
@@ -294,7 +294,7 @@ class Handoffs:
             instance_id=handoff.target.instance_id,
             limit=handoff.target_sequence.limit,
             lane=LOCAL_LANE,
-            token_ids=np.append(ticket.request.prompt_token_ids, np.int32(handoff.first_token_id)),
+            token_ids=np.append(ticket.request.given_token_ids, np.int32(handoff.first_token_id)),
             hashes=handoff.target_sequence.hashes,
         )
         handoff.target.queue.push(ticket.sequence)

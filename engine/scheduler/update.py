@@ -125,11 +125,11 @@ def _find_ends(
 
 
 def _end_unsampled(record: StepRecord) -> tuple[Ended, ...]:
-    """Requests of max_tokens 0 whose prompt is computed."""
+    """Requests that may have no token more than they came with, once that is computed: of max_tokens 0, mostly."""
     return tuple(
         Ended(sequence=sequence, reason=FinishReason.LENGTH, stop_token_id=None)
         for sequence in record.prefilled
-        if sequence.row is not None and sequence.limit == sequence.ticket.num_prompt_tokens
+        if sequence.row is not None and sequence.limit == sequence.ticket.num_given_tokens
     )
 
 

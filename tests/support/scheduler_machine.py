@@ -123,9 +123,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop_token_ids=st.sampled_from([(), (3,), (1, 5, 9)]),
         min_tokens=st.integers(0, 4),
         num_prompt_logprobs=st.sampled_from([None, None, None, 0]),
+        num_given=st.sampled_from([0, 0, 0, 1, 4, 12]),
     )
     def add(
-        self, data, num_prompt_tokens, max_tokens, family, priority, stop_token_ids, min_tokens, num_prompt_logprobs
+        self,
+        data,
+        num_prompt_tokens,
+        max_tokens,
+        family,
+        priority,
+        stop_token_ids,
+        min_tokens,
+        num_prompt_logprobs,
+        num_given,
     ):
         self.add_one(
             family,
@@ -136,15 +146,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             stop_token_ids=stop_token_ids,
             min_tokens=min_tokens,
             num_prompt_logprobs=num_prompt_logprobs,
+            num_given=num_given,
         )
 
-    def add_one(self, family, num_prompt_tokens, route, **options):
+    def add_one(self, family, num_prompt_tokens, route, *, num_given=0, **options):
+        """A request that comes with up to num_given tokens of its output: it was cut there, and is resumed."""
         # prompts of a family share prefixes
         prompt = np.random.default_rng(family).integers(0, VOCAB_SIZE, 40)[:num_prompt_tokens]
         handle = self.next_handle
         self.next_handle += 1
+        given = self.cluster.drawn(prompt, **options)[:num_given] if num_prompt_tokens else []
         try:
-            self.cluster.add(handle, prompt, route, **options)
+            self.cluster.add(handle, prompt, route, given=given, **options)
         except RequestRejected:
             self.rejected.add(handle)
 

@@ -178,18 +178,23 @@ class SimCluster:
 
     # verbs
 
-    def add(self, handle: int, prompt, route: Route, *, priority: int = 0, **sampling) -> Request:
-        request = Request(
-            request_id=f"r{handle}",
-            handle=handle,
-            prompt_token_ids=np.asarray(prompt, np.int32),
-            sampling=SamplingParams(**sampling),
+    def add(self, handle: int, prompt, route: Route, *, priority: int = 0, given=(), **sampling) -> Request:
+        """`given`: tokens of output that the request comes with."""
+        request = dataclasses.replace(
+            _request(handle, prompt, **sampling),
             arrival_s=self.now_s,
             priority=priority,
+            output_token_ids=np.asarray(given, np.int32),
         )
         self.central.add(request, route)
         self.requests[handle] = request
+        self.tokens[handle] = list(given)
         return request
+
+    def drawn(self, prompt, *, priority: int = 0, **sampling) -> list[int]:
+        """What a request's output may have been when it was cut, at most: it goes on after that, or is complete."""
+        tokens, reason, _ = reference(_request(0, prompt, **sampling), max_model_len=self.max_model_len)
+        return tokens[:-1] if reason is FinishReason.STOP else tokens
 
     def plan(self, instance_id: str) -> StepPlan | None:
         plan = self.central.plan(instance_id)
@@ -438,6 +443,16 @@ class SimCluster:
             assert not len(instance.queue)
         for handle in self.requests:
             self.check_output(handle)
+
+
+def _request(handle: int, prompt, **sampling) -> Request:
+    return Request(
+        request_id=f"r{handle}",
+        handle=handle,
+        prompt_token_ids=np.asarray(prompt, np.int32),
+        sampling=SamplingParams(**sampling),
+        arrival_s=0.0,
+    )
 
 
 def kv_config(shape: Shape) -> KVCacheConfig:
