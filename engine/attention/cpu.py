@@ -48,14 +48,15 @@ class CpuAttention(AttentionBackend):
         """Returns [T, H, D]; see AttentionBackend. Tokens past num_tokens come back undefined."""
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
         rows = metadata.num_decode_rows
-        if rows == metadata.num_tokens == len(q_THD):  # all of it: nothing to slice
+        if rows == metadata.num_tokens == len(q_THD) and not metadata.shares_writes:  # all of it: nothing to slice
             self._decode_rows((q_THD, k_TKD, v_TKD), kv_cache, metadata, rule, out_THD=out_THD)
             return out_THD
+        tokens = slice(0 if metadata.shares_writes else rows, metadata.num_tokens)
+        # before any row attends: a decode row may have its prefix from a row that is computed beside it
+        self._write(k_TKD[tokens], v_TKD[tokens], kv_cache, metadata.slot_mapping_T[tokens])
         if rows:
             qkv = (q_THD[:rows], k_TKD[:rows], v_TKD[:rows])
             self._decode_rows(qkv, kv_cache, metadata, rule, out_THD=out_THD[:rows])
-        tokens = slice(rows, metadata.num_tokens)
-        self._write(k_TKD[tokens], v_TKD[tokens], kv_cache, metadata.slot_mapping_T[tokens])
         start = rows
         for row in range(rows, metadata.num_rows):
             query = slice(start, start + metadata.query_lens[row])

@@ -47,6 +47,8 @@ class TapedDecode:
     def accepts(self, metadata: AttentionMetadata) -> bool:
         """Whether a step is one that the tape can run."""
         num_rows, num_columns = metadata.block_table_RM.shape
+        if metadata.shares_writes:  # the kernels write each row's token as they attend it
+            return False
         is_decode = metadata.num_decode_rows == metadata.num_tokens == num_rows
         return is_decode and num_rows <= MAX_ROWS and num_columns <= self._buffers.table_RM.shape[1]
 

@@ -98,6 +98,7 @@ def build_inputs(plan: StepPlan, rows: RowTable, groups: Sequence[GroupTable], *
         query_lens_R=scheduled_R,
         query_start_R1=query_start_R1,
         encoder_lens_T=rows.num_encoder_tokens[rows_T],
+        is_new_R=np.isin(rows_R, [new_row.row for new_row in plan.new_rows]),
     )
     return StepInputs(
         token_ids_T=_to(rows.token_ids[rows_T, positions_T], device),
@@ -121,6 +122,7 @@ class _Batch:
     query_lens_R: Int32Array
     query_start_R1: Int32Array
     encoder_lens_T: Int32Array
+    is_new_R: BoolArray  # starts with this step, perhaps on a prefix that this very step computes
 
 
 def _metadata(batch: _Batch, group: GroupTable, device: torch.device) -> GroupMetadata:
@@ -135,6 +137,7 @@ def _attention_metadata(batch: _Batch, group: GroupTable, device: torch.device) 
     table, block_size = group.table, group.block_size
     max_seq_len = int(batch.seq_lens_R.max())
     num_columns = -(-max_seq_len // block_size)
+    slots_T = slot_mapping(table, batch.rows_T, batch.positions_T, block_size)
     return AttentionMetadata(
         num_rows=len(batch.rows_R),
         num_decode_rows=batch.num_decode_rows,
@@ -144,10 +147,21 @@ def _attention_metadata(batch: _Batch, group: GroupTable, device: torch.device) 
         query_start_R1=_to(batch.query_start_R1, device),
         seq_lens_R=_to(batch.seq_lens_R, device),
         block_table_RM=_to(table.block_ids[batch.rows_R, :num_columns], device),
-        slot_mapping_T=_to(slot_mapping(table, batch.rows_T, batch.positions_T, block_size), device),
+        slot_mapping_T=_to(slots_T, device),
         query_lens=batch.query_lens_R.tolist(),
         seq_lens=batch.seq_lens_R.tolist(),
+        shares_writes=_shares_writes(batch, group, slots_T),
     )
+
+
+def _shares_writes(batch: _Batch, group: GroupTable, slots_T: Int64Array) -> bool:
+    """Whether a new row's prefix lies in blocks that the step writes. Its own tokens come after its prefix's blocks."""
+    if len(batch.rows_R) == 1 or not batch.is_new_R.any():
+        return False
+    written = np.unique(slots_T // group.block_size)
+    num_before_R = (batch.seq_lens_R - batch.query_lens_R) // group.block_size
+    prefixes = zip(batch.rows_R[batch.is_new_R].tolist(), num_before_R[batch.is_new_R].tolist())
+    return any(np.isin(group.table.block_ids[row, :num_before], written).any() for row, num_before in prefixes)
 
 
 def _cross_metadata(batch: _Batch, group: GroupTable, device: torch.device) -> AttentionMetadata:

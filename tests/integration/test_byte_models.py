@@ -1,5 +1,6 @@
 """Small trained hybrids write real words, so that a wrong state or window shows: tokens of transformers, in float32."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -38,3 +39,14 @@ def test_text_is_the_same_cold_warm_and_handed_over(name: str) -> None:
         assert pair.generate(prompts(), NUM_OUTPUT) == answers
     finally:
         pair.close()
+
+
+@pytest.mark.parametrize("budget", [95, 14, 16])  # the rest of the prefix is one chunk, or ends in one of one token
+def test_prompt_of_one_token_more_than_what_is_computed_beside_it(budget: int) -> None:
+    options = dataclasses.replace(OPTIONS, max_num_batched_tokens=budget + 1)
+    path = MODELS["gemma3_text"]
+    engine = LocalEngine(path, options, start_worker(path, options))
+    engine.generate([byte_prompt(80)], 1)
+    both = [byte_prompt(96), byte_prompt(97)]
+    assert engine.generate(both, 8) == [reference_tokens(path, prompt, 8) for prompt in both]
+    assert engine.kv.stats().num_hit_tokens >= 80 + 96

@@ -80,6 +80,21 @@ def run_both(query_lens, seq_lens, *, num_decode_rows, num_heads=6, num_kv_heads
     assert torch.equal(pool.nan_to_num(), expected_pool.nan_to_num())
 
 
+@pytest.mark.parametrize("query_lens", [[1, 16], [1, 1]], ids=["of a chunk", "of one token"])
+def test_decode_row_reads_what_another_row_of_its_step_writes(query_lens):
+    metadata = make_metadata(query_lens, [17, 16], block_size=16, num_decode_rows=query_lens.count(1))
+    metadata.block_table_RM[0, 0] = metadata.block_table_RM[1, 0]  # a prefix hit on what the step computes
+    metadata = dataclasses.replace(metadata, shares_writes=True)
+    generator = torch.Generator().manual_seed(1)
+    pool = torch.randn(4, 2, 16, 128, generator=generator)
+    qkv = torch.randn(sum(query_lens), 10, 64, generator=generator)
+    q, k, v = qkv.split((6, 2, 2), dim=1)
+    rule = AttentionRule(scale=0.125)
+    expected = ReferenceAttention().forward(q, k, v, kv_cache=pool.clone(), metadata=metadata, rule=rule)
+    actual = CpuAttention().forward(q, k, v, kv_cache=pool, metadata=metadata, rule=rule)
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("block_size", [1, 16, 32])
 def test_decode_rows_match_the_reference_at_block_borders(dtype, block_size):
