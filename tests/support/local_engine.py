@@ -25,7 +25,7 @@ from blockferry.engine.rows import RowTable
 from blockferry.engine.scheduler.central import CentralScheduler
 from blockferry.engine.scheduler.instance import Instance
 from blockferry.engine.scheduler.outputs import Route
-from blockferry.engine.wire import StepPlan, StepResult, pack, plan_from_bytes
+from blockferry.engine.wire import RowLogprobs, StepPlan, StepResult, pack, plan_from_bytes
 from blockferry.engine.worker.spec import WorkerSpec
 from blockferry.engine.worker.worker import Worker
 
@@ -160,6 +160,7 @@ class LocalEngine:
         self.options = options
         self.plan = options.plan(path)
         self.steps: list[tuple[StepPlan, StepResult]] = []
+        self.logprobs: dict[int, list[RowLogprobs]] = {}  # by handle
         self.instance = make_instance(INSTANCE, Role.MIXED, self.plan, options)
         self.kv = self.instance.kv
         self.central = CentralScheduler([self.instance])
@@ -173,13 +174,19 @@ class LocalEngine:
         *,
         encoder_inputs: Sequence[Sequence[int] | None] | None = None,
     ) -> list[list[int]]:
-        """Greedy continuations of prompts that arrive together; audits scheduler and ledger after every step.
-
-        Of an encoder-decoder, prompts are the decoder's.
-        """
+        """Greedy continuations of prompts that arrive together. Of an encoder-decoder, prompts are the decoder's."""
         inputs = encoder_inputs or [None] * len(prompts)
-        added = [self._add(prompt, num_output, one) for prompt, one in zip(prompts, inputs, strict=True)]
-        outputs: dict[int, list[int]] = {handle: [] for handle in added}
+        requests = [
+            make_request(self.next_handle(), prompt, num_output, encoder_input=one)
+            for prompt, one in zip(prompts, inputs, strict=True)
+        ]
+        return self.run(requests)
+
+    def run(self, requests: Sequence[Request]) -> list[list[int]]:
+        """What is drawn for requests that arrive together; audits scheduler and ledger after every step."""
+        for request in requests:
+            self.central.add(request, Route(prefill=INSTANCE, decode=INSTANCE))
+        outputs: dict[int, list[int]] = {request.handle: [] for request in requests}
         pending = set(outputs)
         while pending:
             plan = self.central.plan(INSTANCE)
@@ -195,8 +202,15 @@ class LocalEngine:
             self.central.check_integrity()
             for handle, token_id in zip(output.handles.tolist(), output.token_ids.tolist(), strict=True):
                 outputs[handle].append(token_id)
+            for handle, entry in output.logprobs:
+                self.logprobs.setdefault(handle, []).append(entry)
             pending -= {finished.handle for finished in output.finished}
         return list(outputs.values())
+
+    def next_handle(self) -> int:
+        """A handle that no other request has."""
+        self._next_handle += 1
+        return self._next_handle
 
     def exchange(self) -> None:
         """For subclasses: what goes to and comes from the rank beside steps, after every plan."""
@@ -204,9 +218,3 @@ class LocalEngine:
     def wait(self) -> None:
         """For subclasses: nothing can be planned before something else has happened."""
         raise AssertionError("requests are stuck")
-
-    def _add(self, prompt: Sequence[int], num_output: int, encoder_input: Sequence[int] | None) -> int:
-        handle, self._next_handle = self._next_handle, self._next_handle + 1
-        request = make_request(handle, prompt, num_output, encoder_input=encoder_input)
-        self.central.add(request, Route(prefill=INSTANCE, decode=INSTANCE))
-        return handle

@@ -31,6 +31,7 @@ from blockferry.connectors.pd_worker import PdWorker, PdWorkerOptions
 from blockferry.connectors.transport.loopback import LoopbackFabric, LoopbackTransport
 from blockferry.engine.config import Role
 from blockferry.engine.kv.manager import KVCacheManager
+from blockferry.engine.request import Request
 from blockferry.engine.scheduler.central import CentralScheduler
 from blockferry.engine.scheduler.handoff import HandoffOptions
 from blockferry.engine.scheduler.outputs import Route, StepOutput
@@ -146,15 +147,24 @@ class LocalPair:
         *,
         encoder_inputs: Sequence[Sequence[int] | None] | None = None,
     ) -> list[list[int]]:
-        """Greedy continuations of prompts that arrive together; audits all ledgers after every step.
+        """Greedy continuations of prompts that arrive together. Of an encoder-decoder, prompts are the decoder's."""
+        inputs = encoder_inputs or [None] * len(prompts)
+        requests = [
+            make_request(self.next_handle(), prompt, num_output, encoder_input=one)
+            for prompt, one in zip(prompts, inputs, strict=True)
+        ]
+        return self.run(requests)
 
-        Of an encoder-decoder, prompts are the decoder's.
-        """
+    def next_handle(self) -> int:
+        """A handle that no other request has."""
+        self._next_handle += 1
+        return self._next_handle
+
+    def run(self, requests: Sequence[Request]) -> list[list[int]]:
+        """What is drawn for requests that arrive together; audits all ledgers after every step."""
         outputs: dict[int, list[int]] = {}
-        for prompt, encoder_input in zip(prompts, encoder_inputs or [None] * len(prompts), strict=True):
-            self._next_handle += 1
-            outputs[self._next_handle] = []
-            request = make_request(self._next_handle, prompt, num_output, encoder_input=encoder_input)
+        for request in requests:
+            outputs[request.handle] = []
             self.central.add(request, Route(prefill=PREFILL, decode=DECODE))
         pending, deadline_s = set(outputs), time.monotonic() + TIMEOUT_S
         while pending:
