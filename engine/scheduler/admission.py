@@ -90,7 +90,7 @@ def check_lengths(request: Request, *, max_model_len: int) -> None:
     if num_output_tokens > most:
         raise RequestRejected(
             request.request_id,
-            f"the request comes with {num_output_tokens} tokens of output, but after {num_prompt_tokens} of its prompt, "
+            f"it comes with {num_output_tokens} tokens of output; after its {num_prompt_tokens} of prompt, "
             f"with max_tokens={max_tokens} and max_model_len={max_model_len}, at most {most} fit; send what was drawn "
             "for this very request",
         )

@@ -159,7 +159,7 @@ def test_last_token_before_max_tokens_is_drawn_where_the_prompt_is_computed():
 @pytest.mark.parametrize(("num_prompt_tokens", "max_tokens", "num_drawn"), [(6, 4, 5), (LONGEST - 2, 9, 3)])
 def test_more_output_than_the_request_may_have_is_refused(num_prompt_tokens, max_tokens, num_drawn):
     cluster = mixed()
-    with pytest.raises(RequestRejected, match=f"comes with {num_drawn} tokens of output"):
+    with pytest.raises(RequestRejected, match=f"it comes with {num_drawn} tokens of output"):
         cluster.add(0, prompt(num_prompt_tokens), LOCAL, given=prompt(num_drawn), max_tokens=max_tokens)
     assert not cluster.central.num_unfinished
 
