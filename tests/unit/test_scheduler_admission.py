@@ -72,7 +72,7 @@ def test_handle_in_use_is_rejected():
 
 def test_unknown_instance_is_the_callers_mistake():
     cluster = SimCluster(Shape(instance_id="m"))
-    with pytest.raises(ValueError, match="instance 'x' is unknown; route to one of m"):
+    with pytest.raises(ValueError, match="instance 'x' is unknown; there are: m"):
         cluster.add(0, prompt(4), Route(prefill="x", decode="x"))
 
 
