@@ -19,7 +19,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from blockferry.cluster import messages
 from blockferry.cluster.api.client import RequestOutput
-from blockferry.cluster.messages import OutputBatch, Rejection, RejectionKind, Tag
+from blockferry.cluster.messages import Frames, OutputBatch, Rejection, RejectionKind, StatusReply, Tag
 from blockferry.cluster.sockets import Endpoint, connect_dealer
 from blockferry.engine import wire
 from blockferry.engine.errors import BlockferryError, InstanceFailed, QueueFull, RequestRejected
@@ -134,17 +134,24 @@ class ZmqEngineClient:
             if not await socket.poll(int(SILENCE_LIMIT_S * 1000)):
                 self._lose(f"the scheduler was silent for {SILENCE_LIMIT_S:g} s")
                 return
-            tag, payload = messages.split(await socket.recv_multipart())
-            if tag is Tag.OUTPUT:
-                self._on_outputs(messages.outputs_from(payload))
-            elif tag is Tag.REJECTED:
-                self._on_rejected(messages.rejection_from(payload))
-            elif tag is Tag.STATUS_REPLY:
-                self._on_status(wire.unpack(payload))
-            elif tag is Tag.STOP:
-                self._lose(str(wire.unpack(payload)))
+            try:
+                self._take(await socket.recv_multipart())
+            except ValueError as error:  # what it said is lost, and somebody may wait for it
+                self._lose(f"a message of the scheduler cannot be read: {error}")
+            if self._lost:
                 return
             self._welcomed.set()
+
+    def _take(self, frames: Frames) -> None:
+        tag, payload = messages.split(frames)
+        if tag is Tag.OUTPUT:
+            self._on_outputs(messages.outputs_from(payload))
+        elif tag is Tag.REJECTED:
+            self._on_rejected(messages.rejection_from(payload))
+        elif tag is Tag.STATUS_REPLY:
+            self._on_status(messages.status_from(payload))
+        elif tag is Tag.STOP:
+            self._lose(wire.decode(str, payload))
 
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
         await recv_monitor_message(monitor)
@@ -178,10 +185,10 @@ class ZmqEngineClient:
         else:
             stream.put_nowait(RequestRejected(rejection.request_id, rejection.reason))
 
-    def _on_status(self, reply: dict[str, Any]) -> None:
-        query = self._queries.get(reply["query"])
+    def _on_status(self, reply: StatusReply) -> None:
+        query = self._queries.get(reply.query)
         if query is not None and not query.done():
-            query.set_result(reply["status"])
+            query.set_result(reply.status)
 
 
 def _outputs(batch: OutputBatch) -> list[RequestOutput]:

@@ -16,12 +16,10 @@ import dataclasses
 import enum
 from typing import Any
 
-import numpy as np
-
-from blockferry.connectors.base import TransferCommand, TransferEvent, TransferMode, TransferPart, TransferState
-from blockferry.connectors.offload_base import CopyCommand, CopyEvent, CopyKind, CopyPart
+from blockferry.connectors.base import TransferCommand, TransferEvent
+from blockferry.connectors.offload_base import CopyCommand, CopyEvent
 from blockferry.engine import wire
-from blockferry.engine.request import FinishReason, Int32Array, Request, RequestStats
+from blockferry.engine.request import Request
 from blockferry.engine.scheduler.outputs import Finished
 from blockferry.engine.wire import RowLogprobs
 
@@ -46,8 +44,8 @@ class Tag(enum.Enum):
     ABORT = b"a"  # handle
     OUTPUT = b"o"  # OutputBatch
     REJECTED = b"n"  # Rejection
-    STATUS = b"s"  # {}
-    STATUS_REPLY = b"v"  # map
+    STATUS = b"s"  # query
+    STATUS_REPLY = b"v"  # StatusReply
     STOP = b"z"  # reason
 
 
@@ -116,6 +114,14 @@ class Rejection:
     reason: str
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StatusReply:
+    """A snapshot of the deployment, for whoever asked with this number."""
+
+    query: int
+    status: dict[str, Any]
+
+
 def encode(tag: Tag, value: Any) -> Frames:
     """Frames of one message."""
     return [tag.value, wire.pack(value)]
@@ -129,67 +135,63 @@ def split(frames: Frames) -> tuple[Tag, bytes]:
 
 
 def request_from(payload: bytes) -> Request:
-    """Decode a Request. Raises ValueError or TypeError when it is none."""
-    value = wire.unpack(payload)
-    sampling = wire.sampling_from_map(value["sampling"])
-    arrays = {name: _token_ids(value, name) for name in ("prompt_token_ids", "output_token_ids")}
-    if value["encoder_token_ids"] is not None:
-        arrays["encoder_token_ids"] = _token_ids(value, "encoder_token_ids")
-    return Request(**(value | {"sampling": sampling} | arrays))
+    """Decode a Request. Raises ValueError when it is none."""
+    request = wire.decode(Request, payload)
+    sent = {
+        "prompt_token_ids": request.prompt_token_ids,
+        "output_token_ids": request.output_token_ids,
+        "encoder_token_ids": request.encoder_token_ids,
+    }
+    for name, token_ids in sent.items():
+        if token_ids is not None and len(token_ids) and token_ids.min() < 0:
+            raise ValueError(f"{name} has the token id {int(token_ids.min())}; send numbers >= 0")
+    return request
 
 
-def _token_ids(value: dict[str, Any], name: str) -> Int32Array:
-    token_ids = np.asarray(value[name], np.int32)
-    if token_ids.ndim != 1 or (len(token_ids) and token_ids.min() < 0):
-        raise ValueError(f"{name} of shape {list(token_ids.shape)} is no list of token ids; send one of numbers >= 0")
-    return token_ids
+def worker_value(tag: Tag, payload: bytes) -> Any:
+    """What a worker's message carries; None where that is nothing. Raises ValueError when it is not what `tag` says."""
+    if tag is Tag.RESULT:
+        return wire.result_from_bytes(payload)
+    if tag is Tag.EVENT:
+        return event_from(payload)
+    if tag is Tag.COPIED:
+        return copied_from(payload)
+    return wire.decode(str, payload) if tag is Tag.TROUBLE else None
 
 
 def command_from(payload: bytes) -> TransferCommand:
-    """Decode a TransferCommand."""
-    value = wire.unpack(payload)
-    parts = tuple(TransferPart(**part) for part in value["parts"])
-    return TransferCommand(**(value | {"mode": TransferMode(value["mode"]), "parts": parts}))
+    """Decode a TransferCommand. Raises ValueError when it is none."""
+    return wire.decode(TransferCommand, payload)
 
 
 def event_from(payload: bytes) -> TransferEvent:
-    """Decode a TransferEvent."""
-    value = wire.unpack(payload)
-    return TransferEvent(**(value | {"state": TransferState(value["state"])}))
+    """Decode a TransferEvent. Raises ValueError when it is none."""
+    return wire.decode(TransferEvent, payload)
 
 
 def copy_from(payload: bytes) -> CopyCommand:
-    """Decode a CopyCommand."""
-    value = wire.unpack(payload)
-    parts = tuple(CopyPart(**part) for part in value["parts"])
-    return CopyCommand(**(value | {"kind": CopyKind(value["kind"]), "parts": parts}))
+    """Decode a CopyCommand. Raises ValueError when it is none."""
+    return wire.decode(CopyCommand, payload)
 
 
 def copied_from(payload: bytes) -> CopyEvent:
-    """Decode a CopyEvent."""
-    return CopyEvent(**wire.unpack(payload))
+    """Decode a CopyEvent. Raises ValueError when it is none."""
+    return wire.decode(CopyEvent, payload)
 
 
 def outputs_from(payload: bytes) -> OutputBatch:
-    """Decode an OutputBatch."""
-    value = wire.unpack(payload)
-    return OutputBatch(
-        handles=value["handles"],
-        token_ids=value["token_ids"],
-        logprobs=[
-            HandleLogprobs(handle=entry["handle"], logprobs=wire.logprobs_from_map(entry["logprobs"]))
-            for entry in value["logprobs"]
-        ],
-        finished=[_finished_from(entry) for entry in value["finished"]],
-    )
-
-
-def _finished_from(value: dict[str, Any]) -> Finished:
-    stats = RequestStats(**value["stats"])
-    return Finished(**(value | {"reason": FinishReason(value["reason"]), "stats": stats}))
+    """Decode an OutputBatch. Raises ValueError when it is none."""
+    batch = wire.decode(OutputBatch, payload)
+    if len(batch.handles) != len(batch.token_ids):
+        raise ValueError(f"{len(batch.token_ids)} tokens for {len(batch.handles)} handles; send one each")
+    return batch
 
 
 def rejection_from(payload: bytes) -> Rejection:
-    """Decode a Rejection."""
-    value = wire.unpack(payload)
-    return Rejection(**(value | {"kind": RejectionKind(value["kind"])}))
+    """Decode a Rejection. Raises ValueError when it is none."""
+    return wire.decode(Rejection, payload)
+
+
+def status_from(payload: bytes) -> StatusReply:
+    """Decode a StatusReply. Raises ValueError when it is none."""
+    return wire.decode(StatusReply, payload)

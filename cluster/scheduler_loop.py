@@ -32,6 +32,7 @@ from blockferry.engine.errors import LedgerCorrupted, QueueFull
 from blockferry.engine.request import Request
 from blockferry.engine.scheduler.central import CentralScheduler
 from blockferry.engine.scheduler.outputs import StepOutput
+from blockferry.engine.wire import StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -183,8 +184,16 @@ class SchedulerLoop:
             return
         if worker.instance_id not in self._members:
             return
+        try:
+            value = messages.worker_value(tag, payload)
+        except ValueError as error:  # what it said is lost, and its instance would wait for it
+            self._fail(worker.instance_id, f"rank {worker.rank} sent a {tag.name} that cannot be read: {error}")
+            return
+        self._take(worker, tag, value)
+
+    def _take(self, worker: WorkerId, tag: Tag, value: Any) -> None:
         if tag is Tag.HELLO:
-            self._present.add(identity)
+            self._present.add(worker.to_bytes())
         other = messages.Channel.STEPS if worker.channel is messages.Channel.CONTROL else messages.Channel.CONTROL
         is_sign = tag is Tag.HELLO or worker.channel is messages.Channel.CONTROL  # steps go on where cancels do not
         if is_sign and dataclasses.replace(worker, channel=other).to_bytes() in self._present:
@@ -193,20 +202,18 @@ class SchedulerLoop:
         if tag is Tag.HELLO:
             self._refresh_snapshot()  # whoever asks once the last rank is here must see it healthy
         elif tag is Tag.RESULT:
-            self._on_result(worker, payload)
+            self._on_result(worker, value)
         elif tag is Tag.EVENT:
-            event = messages.event_from(payload)
-            self._transfers.count(event)
-            self._absorb(self._central.on_transfer(event))
+            self._transfers.count(value)
+            self._absorb(self._central.on_transfer(value))
         elif tag is Tag.COPIED:
-            self._absorb(self._central.on_copy(messages.copied_from(payload)))
+            self._absorb(self._central.on_copy(value))
         elif tag is Tag.TROUBLE:
-            self._fail(worker.instance_id, f"rank {worker.rank}: {wire.unpack(payload)}")
+            self._fail(worker.instance_id, f"rank {worker.rank}: {value}")
 
-    def _on_result(self, worker: WorkerId, payload: bytes) -> None:
+    def _on_result(self, worker: WorkerId, result: StepResult) -> None:
         if not self._health.is_alive(worker.instance_id):
             return  # its requests have been failed already
-        result = wire.result_from_bytes(payload)
         if result.error:
             self._fail(worker.instance_id, f"rank {worker.rank}, step {result.step_id}: {result.error}")
         else:
@@ -229,7 +236,7 @@ class SchedulerLoop:
         self._clients.greet(identity)
         try:
             handler(identity, payload)
-        except (ValueError, TypeError, KeyError) as error:
+        except ValueError as error:
             logger.warning("dropped a %s message of a client: %s", tag.name, error)
 
     def _on_client_hello(self, identity: bytes, _payload: bytes) -> None:
@@ -279,13 +286,13 @@ class SchedulerLoop:
         return candidates
 
     def _on_abort(self, identity: bytes, payload: bytes) -> None:
-        handle = self._clients.find(identity, wire.unpack(payload))
+        handle = self._clients.find(identity, wire.decode(int, payload))
         if handle is not None:
             self._absorb(self._central.abort(handle))
 
     def _on_status(self, identity: bytes, payload: bytes) -> None:
         self._refresh_snapshot()
-        reply = {"query": wire.unpack(payload), "status": self.snapshot}
+        reply = messages.StatusReply(query=wire.decode(int, payload), status=self.snapshot)
         self._to_client(identity, messages.encode(Tag.STATUS_REPLY, reply))
 
     def _to_client(self, identity: bytes, frames: Frames) -> None:

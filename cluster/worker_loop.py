@@ -131,14 +131,25 @@ class WorkerLoop:
             while not self._stopped.is_set():
                 if not socket.poll(int(self._timing.stop_poll_s * 1000)):
                     continue
-                tag, payload = messages.split(socket.recv_multipart())
-                if tag is Tag.PLAN:
-                    result = self._execute(wire.plan_from_bytes(payload))
-                    if result is not None:
-                        socket.send_multipart(messages.encode(Tag.RESULT, result))
-                elif tag is Tag.STOP:
-                    self.stop_reason = str(wire.unpack(payload))
-                    return
+                try:
+                    self._take_step(socket, socket.recv_multipart())
+                except ValueError as error:
+                    self._report_unreadable(error)
+
+    def _take_step(self, socket: zmq.Socket[bytes], frames: Frames) -> None:
+        tag, payload = messages.split(frames)
+        if tag is Tag.PLAN:
+            result = self._execute(wire.plan_from_bytes(payload))
+            if result is not None:
+                socket.send_multipart(messages.encode(Tag.RESULT, result))
+        elif tag is Tag.STOP:
+            self.stop_reason = wire.decode(str, payload)
+            self._stopped.set()
+
+    def _report_unreadable(self, error: ValueError) -> None:
+        """What the scheduler said is lost, and it would wait for it."""
+        logger.error("a message of the scheduler cannot be read: %s", error)
+        self._events.put(messages.encode(Tag.TROUBLE, f"a message of the scheduler cannot be read: {error}"))
 
     def _execute(self, plan: StepPlan) -> StepResult | None:
         try:
@@ -177,17 +188,22 @@ class WorkerLoop:
     def _take_commands(self, socket: zmq.Socket[bytes], ferry: Ferry | None, copier: Copier | None) -> None:
         while True:
             try:
-                tag, payload = messages.split(socket.recv_multipart(zmq.NOBLOCK))
+                self._take_command(socket.recv_multipart(zmq.NOBLOCK), ferry, copier)
             except zmq.Again:
                 return
-            if tag is Tag.STOP:
-                self.stop_reason = str(wire.unpack(payload))
-                self._stopped.set()
-            elif tag is Tag.COPY and copier is not None:
-                copier.start(messages.copy_from(payload))
-            elif ferry is None:
-                logger.warning("dropped a %s message: this deployment ferries nothing", tag.name)
-            elif tag is Tag.TRANSFER:
-                ferry.start(messages.command_from(payload))
-            elif tag is Tag.CANCEL:
-                ferry.cancel(wire.unpack(payload))
+            except ValueError as error:
+                self._report_unreadable(error)
+
+    def _take_command(self, frames: Frames, ferry: Ferry | None, copier: Copier | None) -> None:
+        tag, payload = messages.split(frames)
+        if tag is Tag.STOP:
+            self.stop_reason = wire.decode(str, payload)
+            self._stopped.set()
+        elif tag is Tag.COPY and copier is not None:
+            copier.start(messages.copy_from(payload))
+        elif ferry is None:
+            logger.warning("dropped a %s message: this deployment ferries nothing", tag.name)
+        elif tag is Tag.TRANSFER:
+            ferry.start(messages.command_from(payload))
+        elif tag is Tag.CANCEL:
+            ferry.cancel(wire.decode(int, payload))

@@ -8,7 +8,7 @@ Connectors know block ids and byte regions, never requests. Nothing here imports
     ConnectorError
     +-- TransportError       the fabric failed: names the peer and the operation
     +-- CorruptedBytes       both ends of a transfer have different bytes
-    +-- HandshakeRefused     two pools cannot exchange blocks: names the field and both values
+    +-- HandshakeRefused     two pools cannot exchange blocks: names the field and both values (also a ValueError)
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class CorruptedBytes(ConnectorError):
     """Both ends of a transfer have different bytes; the message says of what."""
 
 
-class HandshakeRefused(ConnectorError):
-    """Two pools that cannot exchange blocks; the message names the field and both values."""
+class HandshakeRefused(ConnectorError, ValueError):
+    """Two pools that cannot exchange blocks, or what is no handshake; the message names the field and both values."""
 
 
 class TransferMode(enum.StrEnum):

@@ -13,11 +13,12 @@ import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import msgpack
 
-from blockferry.connectors.base import ContentKind, HandshakeRefused, PoolEndpoint, PoolLayout, Strides
+from blockferry.connectors import typed_maps
+from blockferry.connectors.base import HandshakeRefused, PoolEndpoint, PoolLayout
 from blockferry.connectors.layout import strides
 
 HANDSHAKE_VERSION = 4
@@ -32,16 +33,16 @@ def encode_endpoint(endpoint: PoolEndpoint) -> bytes:
 def decode_endpoint(data: bytes) -> PoolEndpoint:
     """What encode_endpoint made. Raises HandshakeRefused for another version or for anything else."""
     try:
-        version, value = msgpack.unpackb(data)
+        version, value = msgpack.unpackb(data, strict_map_key=False)
     except (ValueError, TypeError) as error:
         raise HandshakeRefused(f"endpoint of {len(data)} bytes is not a Blockferry handshake: {error}") from error
     if version != HANDSHAKE_VERSION:
         raise HandshakeRefused(
-            f"handshake version {version} of the peer is not {HANDSHAKE_VERSION}; run one release everywhere"
+            f"handshake version {version!r} of the peer is not {HANDSHAKE_VERSION}; run one release everywhere"
         )
     try:
-        return PoolEndpoint(**(value | {"layouts": tuple(_layout_from(layout) for layout in value["layouts"])}))
-    except (KeyError, TypeError, ValueError) as error:
+        return typed_maps.read(PoolEndpoint, value)
+    except ValueError as error:
         raise HandshakeRefused(f"handshake of version {version} with fields that do not fit: {error}") from error
 
 
@@ -215,13 +216,6 @@ def _first_missing(wanted: _Units, stored: Sequence[_Units]) -> _Units | None:
         if units.start <= start:
             start = max(start, units.stop)
     return _Units(start, wanted.stop) if start < wanted.stop else None
-
-
-def _layout_from(value: dict[str, Any]) -> PoolLayout:
-    """Raises KeyError, TypeError or ValueError for a map that is no PoolLayout."""
-    steps = value["strides"]
-    kinds = {"layer_ids": tuple(value["layer_ids"]), "content": ContentKind(value["content"])}
-    return PoolLayout(**(value | kinds | {"strides": None if steps is None else Strides(*steps)}))
 
 
 def _check_order(endpoint: PoolEndpoint) -> None:

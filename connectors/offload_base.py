@@ -16,6 +16,7 @@ from collections.abc import Callable
 import numpy as np
 
 from blockferry.connectors.base import ConnectorError, Int32Array
+from blockferry.connectors.typed_maps import TWO_AXES
 
 DIGEST_BYTES = 28
 
@@ -52,8 +53,10 @@ class CopyPart:
 
     group: int
     block_ids: Int32Array = dataclasses.field(default_factory=lambda: np.empty(0, np.int32))  # [N], of the pool
-    units: Int32Array = dataclasses.field(default_factory=lambda: _NO_UNITS)  # [N, units of a block], of the memory
-    disk_units: Int32Array = dataclasses.field(default_factory=lambda: _NO_UNITS)  # the same, of the disk
+    # [N, units of a block], of the memory
+    units: Int32Array = dataclasses.field(default_factory=lambda: _NO_UNITS, metadata=TWO_AXES)
+    # the same, of the disk
+    disk_units: Int32Array = dataclasses.field(default_factory=lambda: _NO_UNITS, metadata=TWO_AXES)
     digests: bytes = b""  # N times DIGEST_BYTES: what the disk's blocks are known by
 
     @property

@@ -21,15 +21,18 @@ another WIRE_VERSION is refused. Knows nothing of sockets.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
+from blockferry.connectors import typed_maps
 from blockferry.engine.request import BoolArray, Int32Array, SamplingParams, TokenLogprobs
 
 WIRE_VERSION = 6
+
+T = TypeVar("T")
 
 _EMPTY_I32: Int32Array = np.empty(0, np.int32)
 _NO_BLOCKS: NDArray[np.int32] = np.empty((0, 2), np.int32)
@@ -85,8 +88,10 @@ class StepPlan:
     freed_rows: Int32Array = dataclasses.field(default_factory=_empty)
     new_rows: tuple[NewRow, ...] = ()
     deltas: BlockDeltas = NO_DELTAS
-    zero: NDArray[np.int32] = dataclasses.field(default_factory=_no_blocks)  # [n, 2]: group, block_id
-    copies: NDArray[np.int32] = dataclasses.field(default_factory=_no_copies)  # [n, 3]: group, source, target
+    # [n, 2]: group, block_id
+    zero: NDArray[np.int32] = dataclasses.field(default_factory=_no_blocks, metadata=typed_maps.TWO_AXES)
+    # [n, 3]: group, source, target
+    copies: NDArray[np.int32] = dataclasses.field(default_factory=_no_copies, metadata=typed_maps.TWO_AXES)
     rows: Int32Array = dataclasses.field(default_factory=_empty)  # [R], no row twice
     num_computed: Int32Array = dataclasses.field(default_factory=_empty)  # [R] first position computed
     num_scheduled: Int32Array = dataclasses.field(default_factory=_empty)  # [R] >= 1
@@ -135,8 +140,11 @@ class _Codec:
         code = value.get("@")
         if code is None:
             return value
+        data = value["d"]
+        if type(data) is not bytes:  # a bytearray of a number is that many zeros
+            raise ValueError(f"an array's data is of type {type(data).__name__}, not bytes")
         # bytearray keeps the array writable without a second copy
-        flat = np.frombuffer(bytearray(value["d"]), _Codec.DTYPES[code])
+        flat = np.frombuffer(bytearray(data), _Codec.DTYPES[code])
         return flat.reshape(value["s"])
 
 
@@ -147,32 +155,26 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """Decode what pack() made: dataclasses come back as maps. Raises ValueError on another version."""
-    version, value = msgpack.unpackb(data, object_hook=_Codec.hook, strict_map_key=False)
+    """Decode what pack() made: dataclasses come back as maps. Raises ValueError for anything else."""
+    try:
+        version, value = msgpack.unpackb(data, object_hook=_Codec.hook, strict_map_key=False)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{len(data)} bytes are no message: {error!r}") from None
     if version != WIRE_VERSION:
-        raise ValueError(f"wire version {version} does not match {WIRE_VERSION}; run one release everywhere")
+        raise ValueError(f"wire version {version!r} does not match {WIRE_VERSION}; run one release everywhere")
     return value
 
 
-def sampling_from_map(value: dict[str, Any]) -> SamplingParams:
-    """Rebuild SamplingParams from an unpacked map."""
-    return SamplingParams(**(value | {"stop_token_ids": tuple(value["stop_token_ids"])}))
-
-
-def logprobs_from_map(value: dict[str, Any]) -> RowLogprobs:
-    """Rebuild RowLogprobs from an unpacked map."""
-    entries = tuple(TokenLogprobs(**entry) for entry in value["entries"])
-    return RowLogprobs(**(value | {"entries": entries}))
+def decode(kind: type[T], data: bytes) -> T:
+    """Decode one of `kind`: a dataclass, or a plain value. Raises ValueError for anything else."""
+    return typed_maps.read(kind, unpack(data))
 
 
 def plan_from_bytes(data: bytes) -> StepPlan:
-    """Decode a StepPlan."""
-    value = unpack(data)
-    new_rows = tuple(NewRow(**(row | {"sampling": sampling_from_map(row["sampling"])})) for row in value["new_rows"])
-    return StepPlan(**(value | {"new_rows": new_rows, "deltas": BlockDeltas(**value["deltas"])}))
+    """Decode a StepPlan. Raises ValueError for anything else."""
+    return decode(StepPlan, data)
 
 
 def result_from_bytes(data: bytes) -> StepResult:
-    """Decode a StepResult."""
-    value = unpack(data)
-    return StepResult(**(value | {"logprobs": tuple(logprobs_from_map(entry) for entry in value["logprobs"])}))
+    """Decode a StepResult. Raises ValueError for anything else."""
+    return decode(StepResult, data)
