@@ -137,6 +137,13 @@ class HealthConfig:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """Which instances a request is sent to."""
+
+    policy: str = "prefix_affinity"  # or "least_loaded"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ApiConfig:
     """The HTTP server."""
 
@@ -156,6 +163,7 @@ class DeploymentConfig:
     connector: ConnectorConfig
     api: ApiConfig
     health: HealthConfig = HealthConfig()
+    router: RouterConfig = RouterConfig()
     device: Device = Device.CPU
 
 

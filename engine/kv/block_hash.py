@@ -138,6 +138,12 @@ class RequestHashes:
         # first block, never block 0, from which on a digest is a function of parent and tokens alone
         self._plain_from = max([1, *(-(-key.stop // block_size) for key in extra_keys)])
 
+    def copy(self) -> RequestHashes:
+        """The same digests for another owner, to be extended on its own."""
+        copied = RequestHashes(self.block_size, self.extra_keys, num_lookahead_tokens=self.num_lookahead_tokens)
+        copied.digests = self.digests.copy()
+        return copied
+
     @property
     def next_plain(self) -> int:
         """Digests there will be after append_plain; 0 while the next block is not one for it."""

@@ -62,6 +62,15 @@ class LedgerStats:
     num_evicted_blocks: int  # cached blocks reused for something else
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HashRule:
+    """How a ledger hashes: two with equal rules give a sequence equal digests."""
+
+    block_size: int
+    num_lookahead_tokens: int
+    is_caching: bool  # False: nothing is hashed
+
+
 class KVCacheManager:
     """The ledger of one instance's block pool. Called from the scheduler's one thread.
 
@@ -121,6 +130,15 @@ class KVCacheManager:
     def is_caching(self) -> bool:
         """Whether anything is ever found in the prefix cache."""
         return self._options.enable_caching
+
+    @property
+    def hash_rule(self) -> HashRule:
+        """What the hashes of a sequence depend on here besides the sequence."""
+        return HashRule(
+            block_size=self._hash_block_size,
+            num_lookahead_tokens=self._options.num_hash_lookahead_tokens,
+            is_caching=self._options.enable_caching,
+        )
 
     def hash_prompt(
         self, token_ids: Int32Array, *, cache_salt: str = "", extra_keys: tuple[ExtraKey, ...] = ()

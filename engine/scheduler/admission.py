@@ -18,6 +18,7 @@ from blockferry.engine.errors import QueueFull, RequestRejected
 from blockferry.engine.kv.manager import KVCacheManager
 from blockferry.engine.request import Request
 from blockferry.engine.scheduler.sequence import Rank, Sequence
+from blockferry.engine.scheduler.waiting_prefixes import WaitingPrefixes
 
 
 class WaitingQueue:
@@ -25,8 +26,10 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._lanes: dict[str, list[tuple[Rank, Sequence]]] = {}
-        self._waiting: set[Sequence] = set()
+        self._waiting: dict[Sequence, int] = {}  # digests that prefixes counts of each: rows add to them
         self.num_tokens = 0  # of all waiting sequences
+        self.num_expected_tokens = 0  # of those: expected to be found in the prefix cache
+        self.prefixes = WaitingPrefixes()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -37,17 +40,26 @@ class WaitingQueue:
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._waiting
 
+    @property
+    def num_digests(self) -> int:
+        """Of all waiting sequences. Cost: O(sequences)."""
+        return sum(self._waiting.values())
+
     def push(self, sequence: Sequence) -> None:
         """Add a sequence to its lane."""
         assert sequence not in self._waiting, sequence
-        self._waiting.add(sequence)
         self.num_tokens += len(sequence.token_ids)
+        self.num_expected_tokens += sequence.num_expected_tokens
+        self._waiting[sequence] = len(sequence.hashes.digests)
+        self.prefixes.add(sequence.hashes.digests)
         heapq.heappush(self._lanes.setdefault(sequence.lane, []), (sequence.ticket.rank, sequence))
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out: a head at once, another (it never comes back) when its heap entry surfaces."""
-        self._waiting.remove(sequence)
+        num_digests = self._waiting.pop(sequence)
         self.num_tokens -= len(sequence.token_ids)
+        self.num_expected_tokens -= sequence.num_expected_tokens
+        self.prefixes.remove(sequence.hashes.digests[:num_digests])
         self._head(sequence.lane)
 
     def peek(self, *, blocked_lanes: Container[str] = ()) -> Sequence | None:

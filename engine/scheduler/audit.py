@@ -46,6 +46,8 @@ def check_instance(instance: Instance) -> None:
     _check_order(instance)
     for sequence in instance.queue:
         _require(sequence.row is None, instance, "a waiting sequence has a row", sequence.row)
+    num_counted, num_waiting = instance.queue.prefixes.num_counted, instance.queue.num_digests
+    _require(num_counted == num_waiting, instance, f"prefixes of {num_waiting} digests wait, counted are", num_counted)
 
 
 def check_tickets(tickets: Iterable[Ticket], instances: Mapping[str, Instance]) -> None:

@@ -22,13 +22,13 @@ from blockferry.connectors.base import TransferCommand, TransferEvent, TransferM
 from blockferry.connectors.offload_base import CopyCommand, CopyEvent
 from blockferry.connectors.pd_scheduler import PdScheduler
 from blockferry.engine.errors import RequestRejected
-from blockferry.engine.kv.block_hash import encoder_key
 from blockferry.engine.request import FinishReason, Request
 from blockferry.engine.scheduler import admission, audit, reports
 from blockferry.engine.scheduler.ferried import check_ferriable
 from blockferry.engine.scheduler.handoff import Handoff, HandoffFailed, HandoffOptions
 from blockferry.engine.scheduler.instance import Instance
 from blockferry.engine.scheduler.membership import FCFS, Member, Membership, MemberState
+from blockferry.engine.scheduler.newcomer import Newcomer
 from blockferry.engine.scheduler.offload_seam import LoadsEnded
 from blockferry.engine.scheduler.outputs import Finished, InstanceLoad, Route, StepOutput
 from blockferry.engine.scheduler.sequence import LOCAL_LANE, Rank, Sequence, Ticket, resolve_seed
@@ -110,8 +110,16 @@ class CentralScheduler:
         """Accepted requests whose Finished has not been returned."""
         return len(self._tickets)
 
-    def add(self, request: Request, route: Route) -> None:
-        """Accept a request. Raises RequestRejected when it could never run (QueueFull: not now)."""
+    def meet(self, request: Request) -> Newcomer:
+        """What the router may ask of a request that is about to be added; changes nothing."""
+        return Newcomer(request, self.members.instances)
+
+    def add(self, request: Request, route: Route, newcomer: Newcomer | None = None) -> None:
+        """Accept a request. Raises RequestRejected when it could never run (QueueFull: not now).
+
+        `newcomer` is what meet() gave for it, whose hashes are used again.
+        """
+        newcomer = newcomer or self.meet(request)
         source, target = (self.members.serving(one, request) for one in (route.prefill, route.decode))
         self._check(request, source, target)
         limit = _limit(request, source, target)
@@ -121,12 +129,13 @@ class CentralScheduler:
         sequence = _sequence(
             ticket,
             source,
+            newcomer,
             limit=prefill_limit if is_ferried else limit,
             lane=target.instance_id if is_ferried else LOCAL_LANE,
         )
         ticket.sequence = sequence
         if is_ferried:
-            target_sequence = _sequence(ticket, target, limit=limit, lane=LOCAL_LANE)
+            target_sequence = _sequence(ticket, target, newcomer, limit=limit, lane=LOCAL_LANE)
             self._handoffs.open(
                 Handoff(
                     ticket=ticket,
@@ -251,6 +260,7 @@ class CentralScheduler:
         return {
             "num_unfinished": self.num_unfinished,
             "instances": [reports.status(member) for member in self.members],
+            "prefix_cache": reports.count_prefix_hits(self.members.instances.values()),
             "handoffs": reports.count_handoffs(self._handoffs.all()),
         }
 
@@ -385,20 +395,15 @@ def _limit(request: Request, source: Instance, target: Instance) -> int:
     return admission.token_limit(request, max_model_len=_max_model_len(source, target))
 
 
-def _sequence(ticket: Ticket, instance: Instance, *, limit: int, lane: str) -> Sequence:
-    request = ticket.request
-    given_token_ids = request.given_token_ids
+def _sequence(ticket: Ticket, instance: Instance, newcomer: Newcomer, *, limit: int, lane: str) -> Sequence:
     return Sequence(
         ticket=ticket,
         instance_id=instance.instance_id,
         limit=limit,
         lane=lane,
-        token_ids=given_token_ids,
-        hashes=instance.kv.hash_prompt(
-            given_token_ids,
-            cache_salt=request.cache_salt,
-            extra_keys=encoder_key(request.encoder_token_ids),
-        ),
+        token_ids=newcomer.token_ids,
+        hashes=newcomer.take_hashes(instance.kv),
+        num_expected_tokens=newcomer.num_known_tokens(instance.instance_id),
     )
 
 

@@ -21,6 +21,7 @@ from collections.abc import Callable
 import numpy as np
 
 from blockferry.engine.config import Role, SchedulerConfig
+from blockferry.engine.kv.block_hash import RequestHashes
 from blockferry.engine.kv.hit_search import PrefixHit
 from blockferry.engine.kv.manager import AllocateOptions, KVCacheManager
 from blockferry.engine.request import Int32Array
@@ -30,6 +31,7 @@ from blockferry.engine.scheduler.batch import Batch, Phase, RowView
 from blockferry.engine.scheduler.chunking import StateGrid
 from blockferry.engine.scheduler.offload_seam import NO_TIERS, Tiers
 from blockferry.engine.scheduler.sequence import Sequence
+from blockferry.engine.scheduler.waiting_prefixes import num_shared
 from blockferry.engine.wire import NewRow
 
 _NO_ROWS: Int32Array = np.empty(0, np.int32)
@@ -270,6 +272,19 @@ class Instance:
         rows = np.array(self.batch.prefill_rows(), np.int32)
         in_rows = int((self.rows.num_tokens[rows] - self.rows.num_computed_tokens[rows]).sum())
         return in_rows + self.queue.num_tokens
+
+    def num_missing_tokens(self) -> int:
+        """num_queued_tokens() without what waiting sequences are expected to find in the prefix cache."""
+        return self.num_queued_tokens() - self.queue.num_expected_tokens
+
+    def num_coming_tokens(self, hashes: RequestHashes) -> int:
+        """Leading tokens of a sequence that others, who wait or are being computed here, will have computed before it.
+
+        An estimate: windows and states may keep less of it than a hit needs.
+        """
+        in_rows = [self.batch.sequences[row] for row in self.batch.prefill_rows()]
+        shared = [num_shared(hashes.digests, one.hashes.digests) for one in in_rows if one is not None]
+        return max([self.queue.prefixes.num_shared(hashes.digests), *shared]) * hashes.block_size
 
     # news for the workers
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from blockferry.connectors.offload_base import CopyCommand, CopyEvent
+from blockferry.engine.kv.block_hash import RequestHashes
 from blockferry.engine.kv.hit_search import PrefixHit
 from blockferry.engine.scheduler.sequence import Sequence
 
@@ -35,6 +36,9 @@ NOTHING_ENDED = LoadsEnded()
 
 class Tiers(Protocol):
     """One instance's memory and disk outside of its pool. Called by the scheduler's thread."""
+
+    def num_loadable_tokens(self, hashes: RequestHashes, num_tokens: int, hit: PrefixHit) -> int:
+        """Tokens of a sequence of num_tokens that would be loaded beyond what the pool holds; takes nothing."""
 
     def load(self, sequence: Sequence, hit: PrefixHit | None, *, num_kept_blocks: int, now_s: float) -> bool:
         """Give a waiting sequence a row and blocks, and load what tiers hold of it and the pool does not (LOADING).
@@ -69,6 +73,11 @@ class Tiers(Protocol):
 
 class NoTiers:
     """An instance whose blocks are gone when its pool evicts them."""
+
+    def num_loadable_tokens(self, hashes: RequestHashes, num_tokens: int, hit: PrefixHit) -> int:
+        """None."""
+        del hashes, num_tokens, hit
+        return 0
 
     def load(self, sequence: Sequence, hit: PrefixHit | None, *, num_kept_blocks: int, now_s: float) -> bool:
         """Never worth it."""

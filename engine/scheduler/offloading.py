@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 
 from blockferry.connectors.offload_base import CopyCommand, CopyEvent, CopyKind, CopyPart
 from blockferry.engine.errors import LedgerCorrupted
+from blockferry.engine.kv.block_hash import RequestHashes
 from blockferry.engine.kv.hit_search import PrefixHit
 from blockferry.engine.kv.tier_hits import LoadedBlocks, TierHits
 from blockferry.engine.kv.tier_ledger import TierLedger
@@ -89,13 +90,17 @@ class Offloading:
 
     # from waiting to loading
 
+    def num_loadable_tokens(self, hashes: RequestHashes, num_tokens: int, hit: PrefixHit) -> int:
+        """Tokens of a sequence that would be loaded beyond what the pool holds; takes nothing (Tiers)."""
+        return self._worth_loading(self._hits.find(hashes, num_tokens), hit)
+
     def load(self, sequence: scheduled.Sequence, hit: PrefixHit | None, *, num_kept_blocks: int, now_s: float) -> bool:
         """Give a waiting sequence a row and blocks, and load what tiers hold of it beyond hit (Tiers)."""
         if hit is None or not sequence.can_load:
             return False
         joint = self._hits.find(sequence.hashes, len(sequence.token_ids))
-        num_tokens = joint.num_tokens - hit.num_tokens
-        if num_tokens < max(1, self._options.min_load_tokens):
+        num_tokens = self._worth_loading(joint, hit)
+        if not num_tokens:
             return False
         instance, found = self._instance, list[tuple[LoadedBlocks, ...]]()
         options = instance.options(sequence, None, num_kept_blocks)
@@ -120,6 +125,11 @@ class Offloading:
         )
         self._begin(self._loads[row])
         return True
+
+    def _worth_loading(self, joint: PrefixHit, hit: PrefixHit) -> int:
+        """Tokens that are to be loaded beyond hit; 0 where computing them is better."""
+        num_tokens = joint.num_tokens - hit.num_tokens
+        return num_tokens if num_tokens >= max(1, self._options.min_load_tokens) else 0
 
     def _begin(self, load: _Load) -> None:
         """Give the jobs, after the store of whatever the new blocks held."""

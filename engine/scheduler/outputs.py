@@ -61,7 +61,9 @@ class InstanceLoad:
     """How busy an instance is, for the router."""
 
     num_queued_tokens: int  # prompt tokens waiting or not yet computed
+    num_missing_tokens: int  # of those: not expected to be found in the prefix cache
     num_waiting: int
     num_running: int  # rows in use, of any kind
     num_free_blocks: int
     num_usable_blocks: int
+    num_cached_keys: int  # that can be found in the prefix cache

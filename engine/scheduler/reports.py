@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from blockferry.engine.config import Role
 from blockferry.engine.scheduler.batch import Phase
 from blockferry.engine.scheduler.handoff import Handoff, HandoffState
 from blockferry.engine.scheduler.instance import Instance
@@ -16,10 +17,12 @@ def load(instance: Instance) -> InstanceLoad:
     """How busy an instance is at this moment."""
     return InstanceLoad(
         num_queued_tokens=instance.num_queued_tokens(),
+        num_missing_tokens=instance.num_missing_tokens(),
         num_waiting=len(instance.queue),
         num_running=instance.batch.num_occupied,
         num_free_blocks=instance.kv.num_free_blocks,
         num_usable_blocks=instance.kv.num_usable_blocks,
+        num_cached_keys=instance.kv.stats().num_keys,
     )
 
 
@@ -48,6 +51,20 @@ def status(member: Member) -> dict[str, Any]:
         "num_cached_keys": ledger.num_keys,
         "num_evicted_blocks": ledger.num_evicted_blocks,
         "tiers": dict(instance.tiers.status()),
+    }
+
+
+def count_prefix_hits(instances: Iterable[Instance]) -> dict[str, int | float]:
+    """Prompt tokens of the deployment that were looked up, and found or loaded, where prompts are computed."""
+    computing = [instance for instance in instances if instance.role is not Role.DECODE]
+    ledgers = [instance.kv.stats() for instance in computing]
+    num_queried_tokens = sum(ledger.num_queried_tokens for ledger in ledgers)
+    num_loaded_tokens = sum(int(instance.tiers.status().get("num_loaded_tokens", 0)) for instance in computing)
+    num_hit_tokens = sum(ledger.num_hit_tokens for ledger in ledgers) + num_loaded_tokens
+    return {
+        "num_queried_tokens": num_queried_tokens,
+        "num_hit_tokens": num_hit_tokens,
+        "hit_rate": round(num_hit_tokens / num_queried_tokens, 6) if num_queried_tokens else 0.0,
     }
 
 

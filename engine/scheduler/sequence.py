@@ -128,6 +128,7 @@ class Sequence:
     hashes: RequestHashes
     row: int | None = None
     num_hit_tokens: int = 0  # prefix hit of the current admission, what is loaded from tiers included
+    num_expected_tokens: int = 0  # that were found here when it came; an estimate, for the router only
     can_load: bool = True  # False: a load has failed, and what it was for is to be computed
     junction: int = 0  # end of a longer prefix that others share, whose states are to be kept now; 0: none
 
