@@ -144,6 +144,13 @@ def print_status(deployments: Sequence[Mapping[str, Any]]) -> None:
             highlight=False,
             soft_wrap=True,
         )
+        cached = one["prefix_cache"]
+        console.print(
+            f"  router {one['router']}; prefix cache: {cached['num_hit_tokens']} of {cached['num_queried_tokens']} "
+            f"prompt tokens found, {cached['hit_rate']:.1%}",
+            highlight=False,
+            soft_wrap=True,
+        )
         table = Table(box=None, padding=(0, 2, 0, 2))
         for heading in ("instance", "role", "state", "ranks", "running", "waiting", "free blocks", "of", "preempted"):
             table.add_column(heading)

@@ -14,6 +14,7 @@ from blockferry.cluster.checkpoint import local_folder, read_checkpoint, resolve
 from blockferry.cluster.fetch import Progress
 from blockferry.cluster.instance_plans import CACHE_DTYPES, PLANNERS, plan_of
 from blockferry.cluster.offload_settings import check_offload, read_offload, tier_settings
+from blockferry.cluster.router import POLICIES
 from blockferry.cluster.yaml_reader import Section, load_yaml
 from blockferry.connectors.base import Overlap, TransferMode
 from blockferry.engine.config import (
@@ -27,6 +28,7 @@ from blockferry.engine.config import (
     InstanceConfig,
     ModelConfig,
     Role,
+    RouterConfig,
     SchedulerConfig,
 )
 from blockferry.engine.errors import ConfigError, ModelLoadError
@@ -71,6 +73,7 @@ def load_deployment(
     )
     connector = _connector(root.section("connector"))
     health = _health(root.section("health"))
+    router = _router(root.section("router"))
     api = _api(root.section("api"), file.parent)
     model_section = root.section("model")
     wanted = _ModelWishes.read(model_section)
@@ -81,7 +84,14 @@ def load_deployment(
     header = read_checkpoint(wanted.key, folder)
     model = _model(folder, wanted, header)
     config = DeploymentConfig(
-        name=name, model=model, instances=instances, connector=connector, api=api, health=health, device=device
+        name=name,
+        model=model,
+        instances=instances,
+        connector=connector,
+        api=api,
+        health=health,
+        router=router,
+        device=device,
     )
     _check_against_checkpoint(config, header)
     return Deployment(config=config, header=header)
@@ -252,6 +262,12 @@ def _health(section: Section) -> HealthConfig:
     limit_s = section.number("silence_limit_s", base.silence_limit_s, minimum=2.0)  # two signs of life
     section.finish()
     return HealthConfig(silence_limit_s=limit_s)
+
+
+def _router(section: Section) -> RouterConfig:
+    policy = section.choice("policy", RouterConfig().policy, tuple(POLICIES))
+    section.finish()
+    return RouterConfig(policy=policy)
 
 
 def _api(section: Section, base: Path) -> ApiConfig:

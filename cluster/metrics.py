@@ -185,7 +185,7 @@ class TokenMetrics:
 
 
 class _EngineCollector:
-    """Shows the engine's snapshot: one series per instance."""
+    """Shows the engine's snapshot: one series per instance, and what only the whole deployment has."""
 
     GAUGES = (
         ("num_requests_running", "num_running", "Requests being computed."),
@@ -218,7 +218,13 @@ class _EngineCollector:
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry at every scrape."""
-        instances = (self.snapshot or {}).get("instances", ())
+        snapshot = self.snapshot or {}
+        if "prefix_cache" in snapshot:
+            text = "Share of prompt tokens found in the prefix caches where prompts are computed, 1 is all."
+            rate = GaugeMetricFamily(f"{PREFIX}prefix_cache_hit_rate", text, labels=["model_name"])
+            rate.add_metric([self._model_name], float(snapshot["prefix_cache"]["hit_rate"]))
+            yield rate
+        instances = snapshot.get("instances", ())
         for name, key, text in self.GAUGES:
             gauge = GaugeMetricFamily(PREFIX + name, text, labels=self.LABELS)
             self._fill(gauge, instances, key)

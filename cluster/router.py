@@ -1,15 +1,31 @@
-"""Which instances run a request: a pure choice from each instance's load at this moment.
+"""Which instances run a request: a pure choice from each instance's load and from what it has of the prompt.
 
-Keeps no state and no sockets. Equal loads are decided by the deployment's order, so a choice can be repeated.
+Keeps no state and no sockets; a choice can be repeated. Two policies:
+
+    prefix_affinity   prefill: the fewest tokens to compute before the first token comes: those of the prompt that the
+                      instance does not hold, and all that wait there. So a hit draws until the queue is longer than
+                      what it saves. Whoever is within 1/16 of the prompt of the best is as good as the best; of these
+                      the one with the emptiest cache is taken, so that a short common prefix does not draw everybody.
+                      decode: of those with about the fewest requests, the one that holds most of the prompt.
+    least_loaded      the fewest queued tokens, the fewest requests, the most free blocks
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from blockferry.engine.config import Role
+from blockferry.engine.scheduler.newcomer import Found
 from blockferry.engine.scheduler.outputs import Route
+
+NEAR_SHARE = 16
+"""Costs that differ by less than the prompt's tokens over this are equal; so are shares of a prompt or a pool."""
+
+ROW_TOKENS = 64
+"""What a request that is decoded on a mixed instance costs others, in tokens of prefill."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,28 +35,99 @@ class Candidate:
     instance_id: str
     role: Role
     num_queued_tokens: int  # prompt tokens that wait for, or are in, prefill here
+    num_missing_tokens: int  # of those: not expected to be found in the prefix cache
     num_assigned: int  # unfinished requests that are or will be here
     num_free_blocks: int
+    cache_fill: float  # findable blocks, held or not, of all that there are; 0 to 1
 
 
-def choose(candidates: Iterable[Candidate]) -> Route | None:
-    """Instances for the next request, or None when a needed role has no live instance.
+class Arrival(Protocol):
+    """The request, as far as it matters: scheduler.newcomer.Newcomer."""
 
-    Prefill: the fewest queued tokens. Decode: the fewest assigned requests, then the most free blocks.
-    """
-    alive = list(candidates)
-    mixed = _least(alive, Role.MIXED, lambda one: (one.num_queued_tokens, one.num_assigned, -one.num_free_blocks))
-    if mixed is not None:
-        return Route(prefill=mixed.instance_id, decode=mixed.instance_id)
-    prefill = _least(alive, Role.PREFILL, lambda one: (one.num_queued_tokens, one.num_assigned, -one.num_free_blocks))
-    decode = _least(alive, Role.DECODE, lambda one: (one.num_assigned, -one.num_free_blocks, one.num_queued_tokens))
-    if prefill is None or decode is None:
+    @property
+    def key(self) -> bytes:
+        """The same for equal prompts; decides ties."""
+
+    def found_on(self, instance_id: str) -> Found:
+        """What an instance has of it."""
+
+
+Policy = Callable[[Sequence[Candidate], Arrival], Route | None]
+"""Instances for a request, or None when a needed role has no live instance."""
+
+_Pick = Callable[[Sequence[Candidate]], Candidate]
+
+
+def has_route(candidates: Sequence[Candidate]) -> bool:
+    """Whether every role that a request needs has a live instance."""
+    roles = {one.role for one in candidates}
+    return Role.MIXED in roles or roles >= {Role.PREFILL, Role.DECODE}
+
+
+def least_loaded(candidates: Sequence[Candidate], arrival: Arrival) -> Route | None:
+    """By load alone; equal loads are decided by the deployment's order. Looks nothing up."""
+    del arrival
+
+    def pick_prefill(choices: Sequence[Candidate]) -> Candidate:
+        return min(choices, key=lambda one: (one.num_queued_tokens, one.num_assigned, -one.num_free_blocks))
+
+    def pick_decode(choices: Sequence[Candidate]) -> Candidate:
+        return min(choices, key=lambda one: (one.num_assigned, -one.num_free_blocks, one.num_queued_tokens))
+
+    return _route(candidates, pick_prefill, pick_decode)
+
+
+def prefix_affinity(candidates: Sequence[Candidate], arrival: Arrival) -> Route | None:
+    """By what would have to be computed and ferried; ties by a hash of the prompt."""
+    return _route(
+        candidates, lambda choices: _soonest(choices, arrival), lambda choices: _best_stocked(choices, arrival)
+    )
+
+
+POLICIES: Mapping[str, Policy] = {"prefix_affinity": prefix_affinity, "least_loaded": least_loaded}
+"""By their name in a deployment's file."""
+
+
+def _route(candidates: Sequence[Candidate], pick_prefill: _Pick, pick_decode: _Pick) -> Route | None:
+    if not has_route(candidates):
         return None
-    return Route(prefill=prefill.instance_id, decode=decode.instance_id)
+    mixed = [one for one in candidates if one.role is Role.MIXED]
+    if mixed:
+        chosen = pick_prefill(mixed).instance_id
+        return Route(prefill=chosen, decode=chosen)
+    return Route(
+        prefill=pick_prefill([one for one in candidates if one.role is Role.PREFILL]).instance_id,
+        decode=pick_decode([one for one in candidates if one.role is Role.DECODE]).instance_id,
+    )
 
 
-def _least(
-    candidates: list[Candidate], role: Role, load: Callable[[Candidate], tuple[int, int, int]]
-) -> Candidate | None:
-    # min() keeps the first of equals: the deployment's order decides ties
-    return min((one for one in candidates if one.role is role), key=load, default=None)
+def _soonest(choices: Sequence[Candidate], arrival: Arrival) -> Candidate:
+    """Where the first token comes soonest, counted in tokens to compute before it."""
+    found = {one.instance_id: arrival.found_on(one.instance_id) for one in choices}
+    costs = {
+        one.instance_id: found[one.instance_id].num_missing_tokens
+        + one.num_missing_tokens
+        + (ROW_TOKENS * one.num_assigned if one.role is Role.MIXED else 0)
+        for one in choices
+    }
+    limit = min(costs.values()) + found[choices[0].instance_id].num_tokens // NEAR_SHARE
+    near = [one for one in choices if costs[one.instance_id] <= limit]
+    return min(near, key=lambda one: (int(NEAR_SHARE * one.cache_fill), one.num_assigned, _tie(one, arrival)))
+
+
+def _best_stocked(choices: Sequence[Candidate], arrival: Arrival) -> Candidate:
+    """Who holds most of the prompt among those with room and, within an eighth, the fewest requests."""
+    found = {one.instance_id: arrival.found_on(one.instance_id) for one in choices}
+    roomy = [one for one in choices if found[one.instance_id].has_room] or choices
+    fewest = min(one.num_assigned for one in roomy)
+    near = [one for one in roomy if one.num_assigned <= fewest + 1 + fewest // 8]
+
+    def held_share(one: Candidate) -> int:
+        mine = found[one.instance_id]
+        return NEAR_SHARE * mine.num_held_tokens // max(1, mine.num_tokens)
+
+    return min(near, key=lambda one: (-held_share(one), one.num_assigned, -one.num_free_blocks, _tie(one, arrival)))
+
+
+def _tie(one: Candidate, arrival: Arrival) -> int:
+    return zlib.crc32(arrival.key + one.instance_id.encode())

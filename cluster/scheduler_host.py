@@ -11,12 +11,13 @@ from typing import Any
 
 from blockferry.cluster.offload_settings import TierSettings
 from blockferry.cluster.plan_facts import PlanFacts
+from blockferry.cluster.router import POLICIES
 from blockferry.cluster.scheduler_loop import LoopTiming, Member, SchedulerLoop
 from blockferry.cluster.secret import ClusterSecret
 from blockferry.cluster.sockets import Binding
 from blockferry.connectors.base import Overlap, TransferMode
 from blockferry.connectors.pd_scheduler import PdScheduler
-from blockferry.engine.config import CacheConfig, ConnectorConfig, Role, SchedulerConfig
+from blockferry.engine.config import CacheConfig, ConnectorConfig, Role, RouterConfig, SchedulerConfig
 from blockferry.engine.kv.assembly import LedgerOptions
 from blockferry.engine.kv.manager import KVCacheManager
 from blockferry.engine.kv.spec import KVCacheConfig
@@ -68,6 +69,7 @@ class SchedulerSettings:
     workers: tuple[WorkerPlace, ...] = ()  # for status only
     timing: LoopTiming = dataclasses.field(default_factory=LoopTiming)
     secret: ClusterSecret = dataclasses.field(default_factory=ClusterSecret.make)  # of workers and clients
+    router: RouterConfig = dataclasses.field(default_factory=RouterConfig)
 
     def summary(self) -> dict[str, Any]:
         """What `status` shows of these settings."""
@@ -76,6 +78,7 @@ class SchedulerSettings:
             "model": self.model,
             "max_model_len": self.max_model_len,
             "workers": [dataclasses.asdict(worker) for worker in self.workers],
+            "router": self.router.policy,
             "connector": None if self.connector is None else f"{self.connector.transport} {self.connector.mode}",
         }
 
@@ -116,6 +119,7 @@ def build_loop(
         members,
         binding=Binding(host=bind_host, secret=settings.secret),
         timing=settings.timing,
+        choose_route=POLICIES[settings.router.policy],
         end_instance=end_instance,
     )
 

@@ -23,7 +23,7 @@ from blockferry.cluster.client_table import ClientTable
 from blockferry.cluster.health import HealthBoard, TransferTotals
 from blockferry.cluster.messages import Frames, Rejection, RejectionKind, Tag, WorkerId
 from blockferry.cluster.refusals import Refusals
-from blockferry.cluster.router import Candidate, choose
+from blockferry.cluster.router import Candidate, Policy, has_route, prefix_affinity
 from blockferry.cluster.sockets import Binding, bind_router, send
 from blockferry.cluster.wakeup import Mailbox
 from blockferry.engine import wire
@@ -68,8 +68,8 @@ class SchedulerLoop:
         *,
         binding: Binding,
         timing: LoopTiming = LoopTiming(),
+        choose_route: Policy = prefix_affinity,
         end_instance: Callable[[str], None] = lambda _instance_id: None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Bind both sockets. Raises zmq.ZMQError when that fails.
 
@@ -79,8 +79,9 @@ class SchedulerLoop:
         self._central = central
         self._members = {member.instance_id: member for member in members}
         self._timing = timing
+        self._choose_route = choose_route
         self._end_instance = end_instance
-        self._clock = clock
+        self._clock = time.monotonic
         self._clients = ClientTable()
         self._health = HealthBoard(
             {member.instance_id: member.num_ranks for member in members}, silence_limit_s=timing.silence_limit_s
@@ -88,7 +89,7 @@ class SchedulerLoop:
         self._present: set[bytes] = set()  # identities that have said hello
         self._mailbox: Mailbox[Callable[[], None]] = Mailbox()  # calls from other threads
         self._stop_reason: str | None = None
-        self._started_s = clock()
+        self._started_s = self._clock()
         self._next_tick_s = self._next_beat_s = self._busy_until_s = self._started_s
         self._audited = False
         self._num_audits = 0
@@ -254,14 +255,16 @@ class SchedulerLoop:
         def because(kind: RejectionKind, reason: str) -> Rejection:
             return Rejection(handle=request.handle, request_id=request.request_id, kind=kind, reason=reason)
 
-        route = choose(self._candidates())
+        newcomer = self._central.meet(request)
+        route = self._choose_route(self._candidates(), newcomer)
         if route is None:
             reason = self._health.reason or "the deployment is still starting; try again in a moment"
             return because(RejectionKind.NO_INSTANCE, reason)
         handle: int | None = None
         try:
             handle = self._clients.open(identity, request.handle, route)
-            self._central.add(dataclasses.replace(request, handle=handle, arrival_s=self._clock()), route)
+            named = dataclasses.replace(request, handle=handle, arrival_s=self._clock())
+            self._central.add(named, route, newcomer)
         except ValueError as error:  # RequestRejected is one
             if handle is not None:
                 self._clients.close(handle)
@@ -279,8 +282,10 @@ class SchedulerLoop:
                         instance_id=member.instance_id,
                         role=member.role,
                         num_queued_tokens=load.num_queued_tokens,
+                        num_missing_tokens=load.num_missing_tokens,
                         num_assigned=self._clients.num_assigned(member.instance_id),
                         num_free_blocks=load.num_free_blocks,
+                        cache_fill=min(1.0, load.num_cached_keys / load.num_usable_blocks),
                     )
                 )
         return candidates
@@ -387,7 +392,7 @@ class SchedulerLoop:
         status["transfers"] = dataclasses.asdict(self._transfers)
         status["healthy"] = self._health.is_complete and not self._health.reason
         status["reason"] = self._health.reason
-        status["is_serving"] = choose(self._candidates()) is not None
+        status["is_serving"] = has_route(self._candidates())
         status["num_audits"] = self._num_audits
         status["num_refused_connections"] = self._refusals.num_refused
         status["uptime_s"] = round(now_s - self._started_s, 3)

@@ -80,6 +80,7 @@ def _scheduler_settings(running: Running) -> SchedulerSettings:
         has_remote_ranks=any(place.node_id != here for instance in instances for place in instance.places),
         workers=tuple(place for instance in instances for place in worker_places(instance)),
         timing=LoopTiming(silence_limit_s=config.health.silence_limit_s),
+        router=config.router,
     )
 
 

@@ -107,7 +107,7 @@ class TinyEngine:
             "num_queried_tokens": 100,
             "num_hit_tokens": 40,
         }
-        return {"is_serving": True, "instances": [instance]}
+        return {"is_serving": True, "instances": [instance], "prefix_cache": {"hit_rate": 0.4}}
 
 
 async def _wait(aborted: asyncio.Event, delay_s: float) -> bool:

@@ -93,6 +93,7 @@ async def test_metrics_count_requests_tokens_and_times():
     engine = '{engine="mixed0",model_name="tiny",role="mixed"}'
     assert series[f"blockferry:kv_cache_usage_perc{engine}"] == 0.25
     assert series[f"blockferry:prefix_cache_hits_total{engine}"] == 40
+    assert series[f"blockferry:prefix_cache_hit_rate{label}"] == 0.4
 
 
 async def test_metrics_survive_a_silent_engine():

@@ -5,6 +5,7 @@ import pytest
 from support.simulator import Shape, SimCluster, make_instance
 
 from blockferry.cluster.bench import scheduler_step
+from blockferry.engine.config import Role
 from blockferry.engine.errors import RequestRejected
 from blockferry.engine.request import FinishReason
 from blockferry.engine.scheduler.central import CentralScheduler
@@ -72,6 +73,18 @@ def test_status_is_plain_data_about_every_instance():
     assert [one["instance_id"] for one in status["instances"]] == ["p", "d", "m"]
     assert status["handoffs"]["reserved"] == 1
     assert status["num_unfinished"] == 1
+
+
+def test_status_counts_prefix_hits_where_prompts_are_computed():
+    cluster = SimCluster(Shape(instance_id="p", role=Role.PREFILL), Shape(instance_id="d", role=Role.DECODE))
+    for handle in range(2):
+        cluster.add(handle, prompt(16), FERRIED, max_tokens=5)
+        cluster.drain()
+    assert cluster.central.status()["prefix_cache"] == {
+        "num_queried_tokens": 32,
+        "num_hit_tokens": 12,
+        "hit_rate": 0.375,
+    }
 
 
 def test_two_instances_without_a_connector_are_refused():

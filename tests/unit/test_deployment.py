@@ -90,6 +90,7 @@ def test_sizes_take_units(written, num_bytes):
         (("name: test", "connector: {checksums: 2}"), "connector.checksums", "true or false"),
         (("name: test", "connector: {overlap: all}"), "connector.overlap", "not one of none, chunks, layers"),
         (("name: test", "connector: {mode: pull, overlap: layers}"), "connector.overlap", "use chunks, or mode push"),
+        (("name: test", "router: {policy: random}"), "router.policy", "not one of prefix_affinity, least_loaded"),
         (("name: test", "cache: {memory: lots}"), "cache.memory", "512MiB"),
         (("name: test", "cache: {memory: 1GiB, num_blocks: 7}"), "cache.memory", "keep one"),
         (("name: test", "api: {port: 70000}"), "api.port", "65535"),

@@ -183,6 +183,7 @@ SNAPSHOT = {
     "num_unfinished": 0,
     "transfers": {"num_done": 0, "num_bytes": 0, "num_failed": 0},
     "handoffs": {},
+    "prefix_cache": {"num_queried_tokens": 0, "num_hit_tokens": 0, "hit_rate": 0.0},
     "instances": [
         dict.fromkeys(("num_ranks", "num_running", "num_waiting", "num_free_blocks", "num_blocks"), 1)
         | {"instance_id": name, "role": "mixed", "state": "up", "num_preemptions": 0}
