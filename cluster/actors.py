@@ -14,6 +14,7 @@ import dataclasses
 import logging
 import os
 import socket
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,13 @@ import ray
 from blockferry.cluster.interfaces import interface_of
 from blockferry.cluster.offload_settings import TierSettings
 from blockferry.cluster.rank_watch import RankWatch
-from blockferry.cluster.scheduler_host import InstanceSettings, SchedulerSettings, WorkerPlace, build_loop
+from blockferry.cluster.scheduler_host import (
+    InstanceSettings,
+    SchedulerSettings,
+    WorkerPlace,
+    build_loop,
+    make_instance,
+)
 from blockferry.cluster.scheduler_loop import SchedulerLoop
 from blockferry.cluster.sockets import Endpoint, Endpoints
 from blockferry.cluster.worker_settings import WorkerSettings
@@ -142,7 +149,8 @@ class SchedulerActor:
         self._settings: SchedulerSettings | None = None
         self._loop: SchedulerLoop | None = None
         self._workers: dict[str, list[Any]] = {}
-        self._watch: RankWatch | None = None
+        self._watch = RankWatch()
+        self._members_lock = threading.Lock()  # of calls that change the settings
 
     def prepare(self, settings: SchedulerSettings, workers: dict[str, list[Any]]) -> Endpoints:
         """Make the ledgers and bind the sockets; returns where clients connect.
@@ -153,7 +161,6 @@ class SchedulerActor:
         """
         self._settings = settings
         self._workers = workers
-        self._watch = RankWatch(workers)
         self._loop = build_loop(
             settings, bind_host=_address() if settings.has_remote_ranks else "", end_instance=self._watch.end
         )
@@ -166,14 +173,9 @@ class SchedulerActor:
     def run(self) -> str:
         """Start every worker's run(), schedule until stopped; returns the reason."""
         loop = self._ready_loop()
-        assert self._watch is not None, "prepare() comes first"
-        node_id = ray.get_runtime_context().get_node_id()
-        runs = {
-            worker.run.remote(loop.worker_endpoints, node_id): (instance_id, rank)
-            for instance_id, ranks in self._workers.items()
-            for rank, worker in enumerate(ranks)
-        }
-        self._watch.start(loop, runs)
+        for instance_id, ranks in self._workers.items():
+            self._start_ranks(instance_id, ranks)
+        self._watch.start(loop)
         try:
             return loop.run()
         finally:
@@ -191,21 +193,33 @@ class SchedulerActor:
             workers: actor handles in rank order, with pools that are connected to their peers' already.
             places: where they run, in rank order.
         """
-        raise NotImplementedError
+        loop = self._ready_loop()
+        with self._members_lock:
+            assert self._settings is not None, "prepare() comes first"
+            if any(place.address != _address() for place in places):
+                loop.open_to_others(_address())
+            loop.add_instance(make_instance(settings, max_model_len=self._settings.max_model_len))
+            listed = {one["instance_id"] for one in loop.snapshot["instances"]}
+            self._settings = self._settings.with_instance(settings, places, listed=listed)
+        self._start_ranks(settings.instance_id, workers)
 
     def drain(self, instance_id: str, deadline_s: float) -> None:
         """Send no new requests to an instance; those still there in deadline_s seconds end as resumable.
 
-        Hand-offs under way to or from it go on until then. Raises ValueError for an instance that is unknown.
+        Hand-offs under way to or from it go on until then. Told again, the new deadline counts; of a failed instance
+        nothing happens. Raises ValueError for one that is unknown.
         """
-        raise NotImplementedError
+        self._ready_loop().drain(instance_id, deadline_s)
 
     def remove_instance(self, instance_id: str) -> None:
-        """Forget an instance that is drained, or has failed and whose processes are gone; its ranks are told to stop.
+        """Forget an instance that is drained or has failed; its ranks are told to stop.
 
-        Raises ValueError, with its state, for one that serves, or while bytes may still be on their way from or to it.
+        A failed one stays listed until its processes have ended and no byte of theirs can land, and is not wanted any
+        more from now on: add what replaces it before, or /health says that nothing is missing. Raises ValueError, with
+        its state, for one that is neither drained nor failed.
         """
-        raise NotImplementedError
+        self._ready_loop().remove_instance(instance_id)
+        self._watch.forget(instance_id)
 
     def status(self) -> dict[str, Any]:
         """The last snapshot, at most a second old; empty before the scheduler runs."""
@@ -217,6 +231,12 @@ class SchedulerActor:
         """End run() soon."""
         if self._loop is not None:
             self._loop.stop(reason)
+
+    def _start_ranks(self, instance_id: str, ranks: Sequence[Any]) -> None:
+        node_id = ray.get_runtime_context().get_node_id()
+        endpoints = self._ready_loop().worker_endpoints
+        runs = {worker.run.remote(endpoints, node_id): rank for rank, worker in enumerate(ranks)}
+        self._watch.add(instance_id, ranks, runs)
 
     def _ready_loop(self) -> SchedulerLoop:
         assert self._loop is not None, "prepare() comes first"

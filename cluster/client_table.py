@@ -71,6 +71,10 @@ class ClientTable:
         """Unfinished requests that prefill or decode on an instance."""
         return self._num_assigned.get(instance_id, 0)
 
+    def forget_instance(self, instance_id: str) -> None:
+        """An instance that no unfinished request uses has left."""
+        self._num_assigned.pop(instance_id, None)
+
     def leave(self, client: bytes) -> list[int]:
         """Forget a client that is gone; returns the handles of its unfinished requests, to be aborted."""
         self._batches.pop(client, None)

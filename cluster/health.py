@@ -1,15 +1,12 @@
-"""Who is alive: heartbeats of ranks and the verdict on every instance. Pure bookkeeping on a given clock.
+"""Who gives signs of life: heartbeats of ranks, and what was transferred. Pure bookkeeping on a given clock.
 
-An instance fails once and for good. Watching processes is the actors' part, acting on a failure the scheduler
-loop's.
-
-    starting --hello of every rank--> serving --silence, trouble, lost connection, dead actor--> failed
+Watching processes is the actors' part, acting on silence the scheduler loop's; the state of instances is that of
+engine/scheduler/membership.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from blockferry.connectors.base import TransferEvent, TransferState
 
@@ -37,54 +34,47 @@ class TransferTotals:
 
 
 class HealthBoard:
-    """State of every instance of a deployment. Owned by the scheduler loop's thread."""
+    """Heartbeats of every rank of a deployment. Owned by the scheduler loop's thread."""
 
-    def __init__(self, num_ranks: dict[str, int], *, silence_limit_s: float) -> None:
-        self._num_ranks = num_ranks
+    def __init__(self, *, silence_limit_s: float) -> None:
         self._silence_limit_s = silence_limit_s
+        self._num_ranks: dict[str, int] = {}  # by instance_id; replaced when it changes, as other threads read it
         self._last_seen: dict[tuple[str, int], float] = {}
-        self._failures: dict[str, str] = {}
+
+    def add(self, instance_id: str, *, num_ranks: int) -> None:
+        """Expect the ranks of an instance."""
+        self._num_ranks = self._num_ranks | {instance_id: num_ranks}
+
+    def remove(self, instance_id: str) -> None:
+        """An instance has left."""
+        for rank in range(self._num_ranks[instance_id]):
+            self._last_seen.pop((instance_id, rank), None)
+        self._num_ranks = {one: num_ranks for one, num_ranks in self._num_ranks.items() if one != instance_id}
 
     def beat(self, instance_id: str, rank: int, *, now_s: float) -> None:
         """A sign of life of one rank."""
-        if instance_id in self._num_ranks:
+        if rank < self._num_ranks.get(instance_id, 0):
             self._last_seen[instance_id, rank] = now_s
 
-    def fail(self, instance_id: str, reason: str) -> bool:
-        """Declare an instance failed; False when it is unknown or had failed before."""
-        if instance_id not in self._num_ranks or instance_id in self._failures:
-            return False
-        self._failures[instance_id] = reason
-        return True
-
     def silent(self, *, now_s: float) -> list[tuple[str, str]]:
-        """Instances not yet failed of which a rank has been silent too long, with the reason."""
+        """Instances of which a rank was heard of and has been silent too long since, with what to say of it."""
         return [
             (instance_id, f"rank {rank} was silent for {now_s - seen_s:.1f} s (limit {self._silence_limit_s:g} s)")
             for (instance_id, rank), seen_s in self._last_seen.items()
-            if instance_id not in self._failures and now_s - seen_s > self._silence_limit_s
+            if now_s - seen_s > self._silence_limit_s
         ]
 
-    def is_alive(self, instance_id: str) -> bool:
-        """Whether an instance may be given work: every rank has said hello and nothing failed."""
-        return instance_id not in self._failures and self._has_all_ranks(instance_id)
+    def has_all_ranks(self, instance_id: str) -> bool:
+        """Whether every rank of an instance has been heard of, so that it can be given work."""
+        return all((instance_id, rank) in self._last_seen for rank in range(self._num_ranks[instance_id]))
 
     @property
     def is_complete(self) -> bool:
-        """Whether every rank of every instance has been seen."""
-        return all(self._has_all_ranks(instance_id) for instance_id in self._num_ranks)
+        """Whether every rank of every instance has been heard of. Any thread."""
+        num_ranks = self._num_ranks
+        return all((one, rank) in self._last_seen for one, number in num_ranks.items() for rank in range(number))
 
-    @property
-    def reason(self) -> str:
-        """Why the deployment is not healthy; empty when it is."""
-        return "; ".join(f"instance {instance_id}: {reason}" for instance_id, reason in self._failures.items())
-
-    def status(self, instance_id: str, *, now_s: float) -> dict[str, Any]:
-        """Plain values for `status` and /health."""
+    def silent_s(self, instance_id: str, *, now_s: float) -> float | None:
+        """How long the rank that was silent longest has been so; None before any was heard of."""
         seen = [at for (owner, _), at in self._last_seen.items() if owner == instance_id]
-        failure = self._failures.get(instance_id, "")
-        state = "failed" if failure else "serving" if self._has_all_ranks(instance_id) else "starting"
-        return {"state": state, "reason": failure, "last_beat_s": round(now_s - min(seen), 3) if seen else None}
-
-    def _has_all_ranks(self, instance_id: str) -> bool:
-        return all((instance_id, rank) in self._last_seen for rank in range(self._num_ranks[instance_id]))
+        return round(now_s - min(seen), 3) if seen else None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import ray
@@ -35,24 +35,35 @@ class Reports(Protocol):
 class RankWatch:
     """Watches the ranks of a deployment from start() to close()."""
 
-    def __init__(self, workers: Mapping[str, Sequence[Any]]) -> None:
-        """`workers`: actor handles by instance_id, in rank order."""
-        self._workers = workers
+    def __init__(self) -> None:
+        self._workers: dict[str, Sequence[Any]] = {}  # actor handles in rank order, by instance_id
         self._runs: dict[Any, tuple[str, int]] = {}  # run() references
         self._pings: dict[Any, tuple[str, int]] = {}  # calls to ranks that are being killed; they end with them
-        self._doomed: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._wishes: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # for the watch's thread
         self._is_closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def start(self, reports: Reports, runs: Mapping[Any, tuple[str, int]]) -> None:
-        """Watch run() references, each with (instance_id, rank)."""
-        self._runs = dict(runs)
+    def start(self, reports: Reports) -> None:
+        """Begin to watch."""
         self._thread = threading.Thread(target=self._run, args=(reports,), name="watch", daemon=True)
         self._thread.start()
 
+    def add(self, instance_id: str, workers: Sequence[Any], runs: Mapping[Any, int]) -> None:
+        """Watch an instance: actor handles in rank order, ranks by the references of their run(). Any thread."""
+
+        def add() -> None:
+            self._workers[instance_id] = workers
+            self._runs.update({run: (instance_id, rank) for run, rank in runs.items()})
+
+        self._wishes.put(add)
+
     def end(self, instance_id: str) -> None:
         """Kill every process of an instance, frozen ones too; report_gone() says when that is done. Any thread."""
-        self._doomed.put(instance_id)
+        self._wishes.put(lambda: self._end(instance_id))
+
+    def forget(self, instance_id: str) -> None:
+        """An instance leaves: its processes may end, and are no longer reported but for end(). Any thread."""
+        self._wishes.put(lambda: self._forget(instance_id))
 
     def close(self) -> None:
         """End the watch."""
@@ -62,10 +73,8 @@ class RankWatch:
 
     def _run(self, reports: Reports) -> None:
         while not self._is_closed.is_set():
-            while not self._doomed.empty():
-                instance_id = self._doomed.get()
-                for rank in range(len(self._workers[instance_id])):
-                    self._kill(instance_id, rank)
+            while not self._wishes.empty():
+                self._wishes.get()()
             pending = [*self._runs, *self._pings]
             if not pending:
                 self._is_closed.wait(WATCH_S)
@@ -78,6 +87,18 @@ class RankWatch:
                 else:
                     self._on_ping(reports, reference)
 
+    def _end(self, instance_id: str) -> None:
+        for rank in range(len(self._workers[instance_id])):
+            self._kill(instance_id, rank)
+
+    def _forget(self, instance_id: str) -> None:
+        self._runs = {run: who for run, who in self._runs.items() if who[0] != instance_id}
+        if not self._is_ending(instance_id):
+            self._workers.pop(instance_id, None)
+
+    def _is_ending(self, instance_id: str) -> bool:
+        return any(one == instance_id for one, _ in self._pings.values())
+
     def _kill(self, instance_id: str, rank: int) -> None:
         worker = self._workers[instance_id][rank]
         logger.warning("killing rank %d of %s, which was given up", rank, instance_id)
@@ -89,7 +110,8 @@ class RankWatch:
         if not _has_died(reference):  # it answered before it was killed
             self._is_closed.wait(WATCH_S)
             self._pings[self._workers[instance_id][rank].place.remote()] = (instance_id, rank)
-        elif not any(one == instance_id for one, _ in self._pings.values()):
+        elif not self._is_ending(instance_id):
+            del self._workers[instance_id]
             reports.report_gone(instance_id)
 
 

@@ -6,13 +6,13 @@ Runs in any process, with or without Ray; imports no torch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from blockferry.cluster.offload_settings import TierSettings
 from blockferry.cluster.plan_facts import PlanFacts
 from blockferry.cluster.router import POLICIES
-from blockferry.cluster.scheduler_loop import LoopTiming, Member, SchedulerLoop
+from blockferry.cluster.scheduler_loop import LoopTiming, SchedulerLoop
 from blockferry.cluster.secret import ClusterSecret
 from blockferry.cluster.sockets import Binding
 from blockferry.connectors.base import Overlap, TransferMode
@@ -84,9 +84,22 @@ class SchedulerSettings:
 
     def status(self, snapshot: Mapping[str, Any]) -> dict[str, Any]:
         """What `status` shows of the deployment, given the loop's snapshot: each instance with its plan."""
-        plans = {one.instance_id: None if one.plan is None else one.plan.to_json() for one in self.instances}
-        instances = [one | {"plan": plans[one["instance_id"]]} for one in snapshot["instances"]]
-        return {**self.summary(), **snapshot, "instances": instances}
+        plans = {one.instance_id: one.plan.to_json() for one in self.instances if one.plan is not None}
+        instances = [one | {"plan": plans.get(one["instance_id"])} for one in snapshot["instances"]]
+        listed = {one["instance_id"] for one in instances}
+        summary = self.summary()
+        summary["workers"] = [worker for worker in summary["workers"] if worker["instance_id"] in listed]
+        return {**summary, **snapshot, "instances": instances}
+
+    def with_instance(
+        self, instance: InstanceSettings, workers: Sequence[WorkerPlace], *, listed: Container[str]
+    ) -> SchedulerSettings:
+        """With one more instance, and without those that are not listed any more."""
+        return dataclasses.replace(
+            self,
+            instances=(*(one for one in self.instances if one.instance_id in listed), instance),
+            workers=(*(one for one in self.workers if one.instance_id in listed), *workers),
+        )
 
 
 def build_loop(
@@ -100,7 +113,7 @@ def build_loop(
             mode=TransferMode(settings.connector.mode), transfer_timeout_s=settings.connector.transfer_timeout_s
         )
     central = CentralScheduler(
-        [_instance(one, settings.max_model_len) for one in settings.instances],
+        [make_instance(one, max_model_len=settings.max_model_len) for one in settings.instances],
         connector=connector,
         handoffs=HandoffOptions(
             overlap=Overlap(lease.overlap),
@@ -111,12 +124,8 @@ def build_loop(
             load_failure_policy=LoadFailurePolicy(lease.load_failure_policy),
         ),
     )
-    members = [
-        Member(instance_id=one.instance_id, role=one.role, num_ranks=one.num_ranks) for one in settings.instances
-    ]
     return SchedulerLoop(
         central,
-        members,
         binding=Binding(host=bind_host, secret=settings.secret),
         timing=settings.timing,
         choose_route=POLICIES[settings.router.policy],
@@ -124,7 +133,8 @@ def build_loop(
     )
 
 
-def _instance(settings: InstanceSettings, max_model_len: int) -> Instance:
+def make_instance(settings: InstanceSettings, *, max_model_len: int) -> Instance:
+    """An instance with its ledger. Takes a while where the pool is large."""
     rows = RowTable(max_rows=settings.scheduler.max_num_seqs, max_model_len=max_model_len)
     kv = KVCacheManager(
         settings.kv,

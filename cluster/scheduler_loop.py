@@ -1,9 +1,8 @@
 """The scheduler's event loop: ZeroMQ messages in, CentralScheduler calls, plans and outputs out.
 
 Owns both sockets and every call into CentralScheduler; all of it happens in the one thread that calls run().
-Other threads may call stop(), report_failure(), report_gone() and read `snapshot`. Knows nothing of Ray: whoever
-gives it `end_instance` ends the processes of an instance that was given up, so that a frozen or half-dead one does
-nothing more when it wakes.
+What other threads may call is done in it too (wakeup.Calls). Knows nothing of Ray: whoever gives it `end_instance`
+ends the processes of an instance that was given up, so that a frozen or half-dead one does nothing more when it wakes.
 
     one pass:  wait (socket, mailbox or tick) -> take messages -> tick -> plan -> ferry -> deliver
 """
@@ -13,24 +12,27 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import zmq
 
-from blockferry.cluster import messages
+from blockferry.cluster import messages, snapshot
 from blockferry.cluster.client_table import ClientTable
 from blockferry.cluster.health import HealthBoard, TransferTotals
+from blockferry.cluster.idle_audit import IdleAudit
 from blockferry.cluster.messages import Frames, Rejection, RejectionKind, Tag, WorkerId
+from blockferry.cluster.ranks import Ranks
 from blockferry.cluster.refusals import Refusals
 from blockferry.cluster.router import Candidate, Policy, has_route, prefix_affinity
-from blockferry.cluster.sockets import Binding, bind_router, send
-from blockferry.cluster.wakeup import Mailbox
+from blockferry.cluster.sockets import Binding, Endpoints, bind_remote, bind_router, send
+from blockferry.cluster.wakeup import Calls
 from blockferry.engine import wire
-from blockferry.engine.config import Role
-from blockferry.engine.errors import LedgerCorrupted, QueueFull
+from blockferry.engine.errors import QueueFull
 from blockferry.engine.request import Request
 from blockferry.engine.scheduler.central import CentralScheduler
+from blockferry.engine.scheduler.instance import Instance
+from blockferry.engine.scheduler.membership import MemberState
 from blockferry.engine.scheduler.outputs import StepOutput
 from blockferry.engine.wire import StepResult
 
@@ -49,22 +51,12 @@ class LoopTiming:
     audit_idle_s: float = 1.0  # the ledgers are checked after so long without a request
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """One instance that the loop drives."""
-
-    instance_id: str
-    role: Role
-    num_ranks: int
-
-
 class SchedulerLoop:
     """Drives one CentralScheduler until stop(). Closes what it opened."""
 
     def __init__(
         self,
         central: CentralScheduler,
-        members: Sequence[Member],
         *,
         binding: Binding,
         timing: LoopTiming = LoopTiming(),
@@ -77,29 +69,28 @@ class SchedulerLoop:
         report_gone().
         """
         self._central = central
-        self._members = {member.instance_id: member for member in members}
         self._timing = timing
         self._choose_route = choose_route
         self._end_instance = end_instance
         self._clock = time.monotonic
         self._clients = ClientTable()
-        self._health = HealthBoard(
-            {member.instance_id: member.num_ranks for member in members}, silence_limit_s=timing.silence_limit_s
-        )
-        self._present: set[bytes] = set()  # identities that have said hello
-        self._mailbox: Mailbox[Callable[[], None]] = Mailbox()  # calls from other threads
+        self._health = HealthBoard(silence_limit_s=timing.silence_limit_s)
+        self._calls = Calls()  # of other threads
         self._stop_reason: str | None = None
         self._started_s = self._clock()
-        self._next_tick_s = self._next_beat_s = self._busy_until_s = self._started_s
-        self._audited = False
-        self._num_audits = 0
+        self._next_tick_s = self._next_beat_s = self._started_s
+        self._audit = IdleAudit(central, idle_s=timing.audit_idle_s, now_s=self._started_s)
         self._context = zmq.Context()
         workers, clients = (bind_router(self._context, binding) for _ in range(2))
+        self._binding = binding
         self._workers, self.worker_endpoints = workers.socket, workers.endpoints
+        self._ranks = Ranks(self._workers, self._health)
+        for instance in central.members.instances.values():
+            self._ranks.add(instance.instance_id, num_ranks=instance.num_ranks)
         self._client_socket, self.client_endpoints = clients.socket, clients.endpoints
         self._poller = zmq.Poller()
         self._refusals = Refusals([self._workers, self._client_socket])
-        for source in (self._workers, self._client_socket, self._mailbox.fd, *self._refusals.monitors):
+        for source in (self._workers, self._client_socket, self._calls.fd, *self._refusals.monitors):
             self._poller.register(source, zmq.POLLIN)
         self._transfers = TransferTotals()
         self.snapshot: dict[str, Any] = {}  # replaced as a whole at every beat; read it from any thread
@@ -112,15 +103,40 @@ class SchedulerLoop:
 
     def stop(self, reason: str) -> None:
         """End run() soon. Any thread."""
-        self._mailbox.put(lambda: self._note_stop(reason))
+        self._calls.tell(lambda: self._note_stop(reason))
 
     def report_failure(self, instance_id: str, reason: str) -> None:
         """An instance's process was seen dead. Any thread."""
-        self._mailbox.put(lambda: self._fail(instance_id, reason))
+        self._calls.tell(lambda: self._fail(instance_id, reason))
 
     def report_gone(self, instance_id: str) -> None:
         """No process of a failed instance is left. Any thread."""
-        self._mailbox.put(lambda: self._central.instance_gone(instance_id))
+        self._calls.tell(lambda: self._note_gone(instance_id))
+
+    def open_to_others(self, host: str) -> Endpoints:
+        """Let ranks on other hosts connect to `host`, an address of this one; where workers connect. Any thread.
+
+        While run() does. Raises ValueError when it cannot be bound, TimeoutError when the loop does not answer.
+        """
+        return self._calls.ask(lambda: self._bind_remote(host))
+
+    def add_instance(self, instance: Instance) -> None:
+        """Take an instance in; it serves once every rank has said hello. Any thread but that of run(), while it runs.
+
+        Raises what CentralScheduler.add_instance() raises, TimeoutError when the loop does not answer.
+        """
+        self._calls.ask(lambda: self._add_instance(instance))
+
+    def drain(self, instance_id: str, deadline_s: float) -> None:
+        """Route nothing to an instance any more, see CentralScheduler.drain(). As add_instance()."""
+        self._calls.ask(lambda: self._drain_instance(instance_id, deadline_s))
+
+    def remove_instance(self, instance_id: str) -> None:
+        """Forget an instance, now or when no byte of it can land, and tell its ranks. As add_instance().
+
+        See CentralScheduler.remove_instance().
+        """
+        self._calls.ask(lambda: self._remove_instance(instance_id))
 
     @property
     def is_complete(self) -> bool:
@@ -141,18 +157,18 @@ class SchedulerLoop:
         finally:
             self._say_goodbye(reason)
             self._context.destroy(linger=200)
-            self._mailbox.close()
+            self._calls.close()
 
     def _pass(self) -> None:
         now_s = self._clock()
         timeout_ms = max(0, int((self._next_tick_s - now_s) * 1000) + 1)
         ready = dict(self._poller.poll(timeout_ms))
         if self._workers in ready:
-            self._drain(self._workers, self._on_worker)
+            self._take_from(self._workers, self._on_worker)
         if self._client_socket in ready:
-            self._drain(self._client_socket, self._on_client)
-        if self._mailbox.fd in ready:
-            self._read_mailbox()
+            self._take_from(self._client_socket, self._on_client)
+        if self._calls.fd in ready:
+            self._calls.make_all()
         if any(monitor in ready for monitor in self._refusals.monitors):
             self._refusals.read()
         now_s = self._clock()
@@ -162,7 +178,7 @@ class SchedulerLoop:
         self._ferry()
         self._deliver()
 
-    def _drain(self, socket: zmq.Socket[bytes], handle: Callable[[bytes, Tag, bytes], None]) -> None:
+    def _take_from(self, socket: zmq.Socket[bytes], handle: Callable[[bytes, Tag, bytes], None]) -> None:
         for _ in range(MAX_MESSAGES_PER_PASS):
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK)
@@ -178,12 +194,8 @@ class SchedulerLoop:
     # --- workers
 
     def _on_worker(self, identity: bytes, tag: Tag, payload: bytes) -> None:
-        try:
-            worker = WorkerId.from_bytes(identity)
-        except ValueError:
-            logger.warning("dropped a message of %r, which is no worker", identity)
-            return
-        if worker.instance_id not in self._members:
+        worker = self._ranks.find(identity)
+        if worker is None:
             return
         try:
             value = messages.worker_value(tag, payload)
@@ -193,13 +205,7 @@ class SchedulerLoop:
         self._take(worker, tag, value)
 
     def _take(self, worker: WorkerId, tag: Tag, value: Any) -> None:
-        if tag is Tag.HELLO:
-            self._present.add(worker.to_bytes())
-        other = messages.Channel.STEPS if worker.channel is messages.Channel.CONTROL else messages.Channel.CONTROL
-        is_sign = tag is Tag.HELLO or worker.channel is messages.Channel.CONTROL  # steps go on where cancels do not
-        if is_sign and dataclasses.replace(worker, channel=other).to_bytes() in self._present:
-            # both connections stand, so that the rank can be sent work
-            self._health.beat(worker.instance_id, worker.rank, now_s=self._clock())
+        self._ranks.hear(worker, tag, now_s=self._clock())
         if tag is Tag.HELLO:
             self._refresh_snapshot()  # whoever asks once the last rank is here must see it healthy
         elif tag is Tag.RESULT:
@@ -213,19 +219,60 @@ class SchedulerLoop:
             self._fail(worker.instance_id, f"rank {worker.rank}: {value}")
 
     def _on_result(self, worker: WorkerId, result: StepResult) -> None:
-        if not self._health.is_alive(worker.instance_id):
-            return  # its requests have been failed already
         if result.error:
             self._fail(worker.instance_id, f"rank {worker.rank}, step {result.step_id}: {result.error}")
+            return
+        try:
+            output = self._central.commit(worker.instance_id, result)
+        except ValueError as error:  # of no step that it was to answer
+            self._fail(worker.instance_id, f"rank {worker.rank}: {error}")
         else:
-            self._absorb(self._central.commit(worker.instance_id, result))
+            self._absorb(output)
 
     def _fail(self, instance_id: str, reason: str) -> None:
-        if self._health.fail(instance_id, reason):
-            logger.error("instance %s failed: %s", instance_id, reason)
-            self._absorb(self._central.fail_instance(instance_id, reason))
-            self._end_instance(instance_id)
-            self._refresh_snapshot()
+        """Give an instance up, unless it was before, or has left."""
+        members = self._central.members
+        if instance_id not in members or members.find(instance_id).state is MemberState.FAILED:
+            return
+        logger.error("instance %s failed: %s", instance_id, reason)
+        self._absorb(self._central.fail_instance(instance_id, reason))
+        self._end_instance(instance_id)
+        self._refresh_snapshot()
+
+    # --- instances
+
+    def _bind_remote(self, host: str) -> Endpoints:
+        if self.worker_endpoints.remote is None:
+            try:
+                remote = bind_remote(self._workers, dataclasses.replace(self._binding, host=host))
+            except zmq.ZMQError as error:
+                raise ValueError(f"no port of {host} can be bound: {error}; name an address of this host") from error
+            self.worker_endpoints = dataclasses.replace(self.worker_endpoints, remote=remote)
+        return self.worker_endpoints
+
+    def _add_instance(self, instance: Instance) -> None:
+        self._central.add_instance(instance)
+        self._ranks.add(instance.instance_id, num_ranks=instance.num_ranks)
+        self._refresh_snapshot()
+
+    def _drain_instance(self, instance_id: str, deadline_s: float) -> None:
+        self._central.drain(instance_id, deadline_s)
+        self._refresh_snapshot()
+
+    def _remove_instance(self, instance_id: str) -> None:
+        self._central.remove_instance(instance_id)
+        self._forget_removed()
+        self._refresh_snapshot()
+
+    def _note_gone(self, instance_id: str) -> None:
+        if instance_id in self._central.members:
+            self._central.instance_gone(instance_id)
+
+    def _forget_removed(self) -> None:
+        for instance_id in self._central.take_removed():
+            logger.info("instance %s has left", instance_id)
+            self._ranks.remove(instance_id, "its instance was removed")
+            self._clients.forget_instance(instance_id)
 
     # --- clients
 
@@ -258,7 +305,7 @@ class SchedulerLoop:
         newcomer = self._central.meet(request)
         route = self._choose_route(self._candidates(), newcomer)
         if route is None:
-            reason = self._health.reason or "the deployment is still starting; try again in a moment"
+            reason = self._central.members.failures or "instances are starting or draining; try again in a moment"
             return because(RejectionKind.NO_INSTANCE, reason)
         handle: int | None = None
         try:
@@ -274,13 +321,13 @@ class SchedulerLoop:
 
     def _candidates(self) -> list[Candidate]:
         candidates = []
-        for member in self._members.values():
-            if self._health.is_alive(member.instance_id):
+        for member in self._central.members:
+            if member.state is MemberState.SERVING and self._health.has_all_ranks(member.instance_id):
                 load = self._central.load(member.instance_id)
                 candidates.append(
                     Candidate(
                         instance_id=member.instance_id,
-                        role=member.role,
+                        role=member.instance.role,
                         num_queued_tokens=load.num_queued_tokens,
                         num_missing_tokens=load.num_missing_tokens,
                         num_assigned=self._clients.num_assigned(member.instance_id),
@@ -307,16 +354,13 @@ class SchedulerLoop:
 
     # --- every pass
 
-    def _read_mailbox(self) -> None:
-        for call in self._mailbox.take():
-            call()
-
     def _note_stop(self, reason: str) -> None:
         self._stop_reason = reason
 
     def _tick(self, now_s: float) -> None:
         self._next_tick_s = now_s + self._timing.tick_s
         self._absorb(self._central.tick())
+        self._forget_removed()
         for instance_id, reason in self._health.silent(now_s=now_s):
             self._fail(instance_id, reason)
         if now_s >= self._next_beat_s:
@@ -324,45 +368,29 @@ class SchedulerLoop:
             self._refresh_snapshot()
             for client in self._clients.clients:
                 self._to_client(client, messages.encode(Tag.BEAT, {}))
-        self._audit_when_idle(now_s)
-
-    def _audit_when_idle(self, now_s: float) -> None:
-        if self._central.num_unfinished:
-            self._busy_until_s, self._audited = now_s, False
-        elif not self._audited and now_s - self._busy_until_s >= self._timing.audit_idle_s:
-            self._audited = True
-            try:
-                self._central.check_integrity()
-            except LedgerCorrupted:
-                logger.exception("the ledger is corrupt")
-                raise
-            self._num_audits += 1
+        self._audit.look(now_s)
 
     def _plan(self) -> None:
-        for member in self._members.values():
-            while self._health.is_alive(member.instance_id):
-                plan = self._central.plan(member.instance_id)
+        for instance_id in self._central.members.instances:
+            while self._health.has_all_ranks(instance_id):
+                plan = self._central.plan(instance_id)
                 if plan is None:
                     break
-                self._to_ranks(member, messages.Channel.STEPS, messages.encode(Tag.PLAN, plan))
+                self._to_ranks(instance_id, messages.Channel.STEPS, messages.encode(Tag.PLAN, plan))
 
     def _ferry(self) -> None:
+        control = messages.Channel.CONTROL
         for instance_id, command in self._central.take_transfers():
-            member = self._members[instance_id]
-            self._to_ranks(member, messages.Channel.CONTROL, messages.encode(Tag.TRANSFER, command))
+            self._to_ranks(instance_id, control, messages.encode(Tag.TRANSFER, command))
         for instance_id, transfer_id in self._central.take_cancels():
-            member = self._members[instance_id]
-            self._to_ranks(member, messages.Channel.CONTROL, messages.encode(Tag.CANCEL, transfer_id))
-
+            self._to_ranks(instance_id, control, messages.encode(Tag.CANCEL, transfer_id))
         for instance_id, copy in self._central.take_copies():
-            self._to_ranks(self._members[instance_id], messages.Channel.CONTROL, messages.encode(Tag.COPY, copy))
+            self._to_ranks(instance_id, control, messages.encode(Tag.COPY, copy))
 
-    def _to_ranks(self, member: Member, channel: messages.Channel, frames: Frames) -> None:
-        for rank in range(member.num_ranks):
-            worker = WorkerId(instance_id=member.instance_id, rank=rank, channel=channel)
-            if not send(self._workers, worker.to_bytes(), frames):
-                self._fail(member.instance_id, f"rank {rank} has lost its connection")
-                return
+    def _to_ranks(self, instance_id: str, channel: messages.Channel, frames: Frames) -> None:
+        trouble = self._ranks.send(instance_id, channel, frames)
+        if trouble:
+            self._fail(instance_id, trouble)
 
     def _absorb(self, output: StepOutput) -> None:
         """Gather what a step means for the clients."""
@@ -379,21 +407,10 @@ class SchedulerLoop:
     def _refresh_snapshot(self) -> None:
         now_s = self._clock()
         status = self._central.status()
-        for entry in status["instances"]:
-            instance_id = entry["instance_id"]
-            member = self._members[instance_id]
-            entry.update({"role": member.role.value, "num_ranks": member.num_ranks})
-            entry.update(self._health.status(instance_id, now_s=now_s))
-            # the names that /metrics reads
-            entry["kv_cache_usage"] = entry["usage"]
-            entry["prefix_cache_queries"] = entry["num_queried_tokens"]
-            entry["prefix_cache_hits"] = entry["num_hit_tokens"]
-            entry.update({f"offload_{key}": value for key, value in entry["tiers"].items()})
+        snapshot.complete(status, self._health, now_s=now_s)
         status["transfers"] = dataclasses.asdict(self._transfers)
-        status["healthy"] = self._health.is_complete and not self._health.reason
-        status["reason"] = self._health.reason
         status["is_serving"] = has_route(self._candidates())
-        status["num_audits"] = self._num_audits
+        status["num_audits"] = self._audit.num_audits
         status["num_refused_connections"] = self._refusals.num_refused
         status["uptime_s"] = round(now_s - self._started_s, 3)
         self.snapshot = status
@@ -401,8 +418,4 @@ class SchedulerLoop:
     def _say_goodbye(self, reason: str) -> None:
         for client in self._clients.clients:
             send(self._client_socket, client, messages.encode(Tag.STOP, reason))
-        for member in self._members.values():
-            for rank in range(member.num_ranks):
-                for channel in messages.Channel:
-                    worker = WorkerId(instance_id=member.instance_id, rank=rank, channel=channel)
-                    send(self._workers, worker.to_bytes(), messages.encode(Tag.STOP, reason))
+        self._ranks.stop_all(reason)

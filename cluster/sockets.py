@@ -66,11 +66,14 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], binding: Binding) -> Bo
     secret.guard(socket)
     local = f"ipc://@blockferry-{uuid.uuid4().hex}"  # abstract: leaves no file behind
     socket.bind(local)
-    remote = None
-    if host:
-        port = socket.bind_to_random_port(f"tcp://{host}")
-        remote = Endpoint(url=f"tcp://{host}:{port}", secret=secret)
+    remote = bind_remote(socket, binding) if host else None
     return BoundRouter(socket=socket, endpoints=Endpoints(local=Endpoint(url=local, secret=secret), remote=remote))
+
+
+def bind_remote(socket: zmq.Socket[bytes], binding: Binding) -> Endpoint:
+    """Bind a ROUTER socket of bind_router() to a port for peers on other hosts."""
+    port = socket.bind_to_random_port(f"tcp://{binding.host}")
+    return Endpoint(url=f"tcp://{binding.host}:{port}", secret=binding.secret)
 
 
 def connect_dealer(socket: zmq.Socket[Any], endpoint: Endpoint, *, identity: bytes, linger_ms: int) -> None:

@@ -68,6 +68,7 @@ class Membership:
 
     def __init__(self) -> None:
         self._members: dict[str, Member] = {}
+        self._instances: dict[str, Instance] = {}
         self._used_ids: set[str] = set()
 
     def __iter__(self) -> Iterator[Member]:
@@ -76,7 +77,15 @@ class Membership:
     @property
     def instances(self) -> Mapping[str, Instance]:
         """Every instance that is not forgotten."""
-        return {instance_id: member.instance for instance_id, member in self._members.items()}
+        return self._instances
+
+    @property
+    def failures(self) -> str:
+        """Why instances that are wanted do not serve; empty when none has failed."""
+        return "; ".join(f"instance {one.instance_id}: {one.failure}" for one in self if one.failure and one.is_wanted)
+
+    def __contains__(self, instance_id: str) -> bool:
+        return instance_id in self._members
 
     def find(self, instance_id: str) -> Member:
         """Raises ValueError for an instance that is unknown, or forgotten."""
@@ -107,6 +116,7 @@ class Membership:
     def add(self, instance: Instance) -> None:
         """Take an instance in. check_new() was content with it."""
         self._used_ids.add(instance.instance_id)
+        self._instances[instance.instance_id] = instance
         self._members[instance.instance_id] = Member(instance=instance, stepper=StepScheduler(instance))
 
     def drain(self, member: Member, *, drain_s: float, now_s: float) -> None:
@@ -137,4 +147,4 @@ class Membership:
     def forget(self, member: Member) -> None:
         """It is a member no more."""
         assert member.is_leaving, (member.instance_id, member.state)
-        del self._members[member.instance_id]
+        del self._members[member.instance_id], self._instances[member.instance_id]

@@ -35,6 +35,7 @@ def status(member: Member) -> dict[str, Any]:
         "role": instance.role.value,
         "num_ranks": instance.num_ranks,
         "state": member.state.value,
+        "is_wanted": member.is_wanted,
         "failure": member.failure,
         "num_waiting": len(instance.queue),
         "num_queued_tokens": instance.num_queued_tokens(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import threading
@@ -10,7 +11,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from blockferry.cluster.scheduler_host import InstanceSettings, SchedulerSettings, build_loop
+from blockferry.cluster.engine_client import ZmqEngineClient
+from blockferry.cluster.scheduler_host import InstanceSettings, SchedulerSettings, build_loop, make_instance
 from blockferry.cluster.scheduler_loop import LoopTiming, SchedulerLoop
 from blockferry.cluster.sockets import Endpoint
 from blockferry.cluster.worker_loop import WorkerLoop, WorkerTiming
@@ -18,6 +20,7 @@ from blockferry.connectors.base import TransferCommand, TransferEvent, TransferS
 from blockferry.engine.config import CacheConfig, ConnectorConfig, Role, SchedulerConfig
 from blockferry.engine.kv.reach import KVContent
 from blockferry.engine.kv.spec import AttentionSpec, KVCacheConfig, KVCacheGroup
+from blockferry.engine.request import Request, SamplingParams
 from blockferry.engine.wire import StepPlan, StepResult
 
 BLOCK_SIZE = 16
@@ -93,12 +96,18 @@ class Rig:
     def endpoint(self) -> Endpoint:
         return self.scheduler.client_endpoints.local
 
+    def join(self, name: str, role: Role) -> None:
+        """An instance is added to what runs, and its rank started."""
+        self.scheduler.add_instance(make_instance(instance_settings(name, role), max_model_len=MAX_MODEL_LEN))
+        self.ranks[name] = _rank(name, self.scheduler)
+
 
 @contextlib.contextmanager
 def running_loops(
     roles: dict[str, Role],
     timing: LoopTiming | None = None,
     *,
+    bind_host: str = "127.0.0.1",
     end_instance: Callable[[str], None] = lambda _instance_id: None,
     **options: object,
 ) -> Iterator[Rig]:
@@ -108,12 +117,12 @@ def running_loops(
         deployment="rig",
         model="echo",
         max_model_len=MAX_MODEL_LEN,
-        instances=tuple(_instance(name, role, **options) for name, role in roles.items()),
+        instances=tuple(instance_settings(name, role, **options) for name, role in roles.items()),
         connector=ConnectorConfig() if is_ferrying else None,
         has_remote_ranks=False,
         timing=timing or LoopTiming(),
     )
-    scheduler = build_loop(settings, bind_host="127.0.0.1", end_instance=end_instance)
+    scheduler = build_loop(settings, bind_host=bind_host, end_instance=end_instance)
     scheduler_thread = threading.Thread(target=scheduler.run, name="scheduler")
     scheduler_thread.start()
     ranks = {name: _rank(name, scheduler) for name in roles}
@@ -137,12 +146,13 @@ def _rank(name: str, scheduler: SchedulerLoop) -> Rank:
     executor = EchoExecutor()
     loop = WorkerLoop(instance_id=name, rank=0, executor=executor, timing=WorkerTiming(beat_s=0.1, stop_poll_s=0.02))
     ferry = InstantFerry(name, loop.on_transfer_event)
-    thread = threading.Thread(target=loop.run, args=(scheduler.worker_endpoints.remote, ferry), name=name)
+    endpoint = scheduler.worker_endpoints.remote or scheduler.worker_endpoints.local
+    thread = threading.Thread(target=loop.run, args=(endpoint, ferry), name=name)
     thread.start()
     return Rank(loop=loop, executor=executor, ferry=ferry, thread=thread)
 
 
-def _instance(name: str, role: Role, *, max_queue_len: int = 4096, max_num_seqs: int = 64) -> InstanceSettings:
+def instance_settings(name: str, role: Role, *, max_queue_len: int = 4096, max_num_seqs: int = 64) -> InstanceSettings:
     spec = AttentionSpec(block_size=BLOCK_SIZE, content=KVContent(num_kv_heads=1, head_dim=8, dtype_bytes=4))
     kv = KVCacheConfig(
         num_blocks=NUM_BLOCKS, groups=(KVCacheGroup(layer_ids=(0,), spec=spec),), hash_block_size=BLOCK_SIZE
@@ -155,3 +165,31 @@ def _instance(name: str, role: Role, *, max_queue_len: int = 4096, max_num_seqs:
         cache=CacheConfig(block_size=BLOCK_SIZE),
         scheduler=SchedulerConfig(max_queue_len=max_queue_len, max_num_seqs=max_num_seqs),
     )
+
+
+def request(handle: int, *, num_prompt_tokens: int = 20, max_tokens: int = 5) -> Request:
+    return Request(
+        request_id=f"r{handle}",
+        handle=handle,
+        prompt_token_ids=np.arange(num_prompt_tokens, dtype=np.int32),
+        sampling=SamplingParams(max_tokens=max_tokens),
+        arrival_s=0.0,
+    )
+
+
+async def finish(client: ZmqEngineClient, **shape: int):
+    outputs = [one async for one in client.submit(request(client.next_handle(), **shape))]
+    return [token_id for one in outputs for token_id in one.token_ids], outputs[-1]
+
+
+async def connected(rig: Rig) -> ZmqEngineClient:
+    client = ZmqEngineClient(rig.endpoint)
+    await client.connect()
+    return client
+
+
+async def until(condition, *, limit_s: float = 5.0) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not await condition():
+        assert time.monotonic() < deadline_s, "it did not come true in time"
+        await asyncio.sleep(0.01)

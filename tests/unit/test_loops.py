@@ -1,13 +1,11 @@
 """Scheduler loop, worker loops and client together, over ZeroMQ in one process: requests, failures, goodbyes."""
 
 import asyncio
-import time
 
-import numpy as np
 import pytest
 import zmq
 import zmq.asyncio
-from support.loops import MAX_MODEL_LEN, Rig, running_loops
+from support.loops import MAX_MODEL_LEN, connected, finish, request, running_loops, until
 
 from blockferry.cluster.engine_client import ZmqEngineClient
 from blockferry.cluster.scheduler_loop import LoopTiming
@@ -16,38 +14,10 @@ from blockferry.cluster.sockets import Endpoint, connect_dealer
 from blockferry.connectors.base import TransferState
 from blockferry.engine.config import Role
 from blockferry.engine.errors import InstanceFailed, QueueFull, RequestRejected
-from blockferry.engine.request import FinishReason, Request, SamplingParams
+from blockferry.engine.request import FinishReason
 
 MIXED = {"mixed-0": Role.MIXED}
 PD = {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}
-
-
-def request(handle: int, *, num_prompt_tokens: int = 20, max_tokens: int = 5) -> Request:
-    return Request(
-        request_id=f"r{handle}",
-        handle=handle,
-        prompt_token_ids=np.arange(num_prompt_tokens, dtype=np.int32),
-        sampling=SamplingParams(max_tokens=max_tokens),
-        arrival_s=0.0,
-    )
-
-
-async def finish(client: ZmqEngineClient, **shape: int):
-    outputs = [one async for one in client.submit(request(client.next_handle(), **shape))]
-    return [token_id for one in outputs for token_id in one.token_ids], outputs[-1]
-
-
-async def connected(rig: Rig) -> ZmqEngineClient:
-    client = ZmqEngineClient(rig.endpoint)
-    await client.connect()
-    return client
-
-
-async def until(condition, *, limit_s: float = 5.0) -> None:
-    deadline_s = time.monotonic() + limit_s
-    while not await condition():
-        assert time.monotonic() < deadline_s, "it did not come true in time"
-        await asyncio.sleep(0.01)
 
 
 async def is_idle(client: ZmqEngineClient) -> bool:
