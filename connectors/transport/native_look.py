@@ -3,9 +3,10 @@
 An emulated one-sided read would be shorter, and UCX answers those itself. But where the asker's connection has died by
 then, UCX aborts the process that answers. What is sent here fails like any other send.
 
-    LOOK   [number, offset, length]               SEEN   [number, offset, length][bytes of the rows]
+    LOOK   [number, offset, length, token (2 words)]      SEEN   [number, offset, length][bytes of the rows]
 
-Nothing of a message is believed: sizes and bounds are checked, and whether anybody asked.
+Nothing of a message is believed: sizes and bounds are checked, whether a LOOK knows the pools' secret (rows say whose
+they are, and who knows that may write), and whether anybody asked for a SEEN.
 """
 
 from __future__ import annotations
@@ -23,14 +24,25 @@ from blockferry.connectors.transport.native_calls import (
     load,
     message_handler,
 )
-from blockferry.connectors.transport.native_messages import ERR_LAST, FREE, SEND, WHOLE_PARAM, WORD, put, word
+from blockferry.connectors.transport.native_messages import (
+    ERR_LAST,
+    FREE,
+    SEND,
+    WHOLE_PARAM,
+    WORD,
+    has_token,
+    put,
+    word,
+)
+from blockferry.connectors.transport.pool_secret import TOKEN_WORDS
 
 LOOK_ID, SEEN_ID = 2, 3
 HEAD_WORDS = 3
 HEAD_BYTES = HEAD_WORDS * WORD
+LOOK_BYTES = HEAD_BYTES + TOKEN_WORDS * WORD
 
 # Words of the state: what may be looked at, where answers lie until UCX has taken them; then those who ask.
-CALLER, ROWS, ROWS_BYTES, ANSWERS, NEXT_ANSWER = range(5)
+CALLER, ROWS, ROWS_BYTES, ANSWERS, NEXT_ANSWER, TOKEN = range(6)
 ASKERS = 8
 NUM_ANSWERS = 256  # many more than connections, of which each asks one question at a time
 NUM_ASKERS = 256
@@ -41,7 +53,9 @@ NUMBER, TARGET, TARGET_BYTES, HAS_SEEN = range(4)  # words of an asker; NUMBER 0
 @compiled
 def answer(state: int, message: int, length: int, endpoint: int) -> bool:
     """Send what a LOOK asks for; False where it asks for the impossible."""
-    if length != HEAD_BYTES or endpoint == 0:
+    if length != LOOK_BYTES or endpoint == 0:
+        return False
+    if not has_token(message + HEAD_BYTES, state + TOKEN * WORD):
         return False
     offset, num_bytes = word(message, 1), word(message, 2)
     size = word(state, ROWS_BYTES)

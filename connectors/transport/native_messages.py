@@ -12,8 +12,9 @@ Addresses are plain integers; who calls has checked them.
 from __future__ import annotations
 
 from blockferry.connectors.transport.native_calls import call, compiled, copy, load, store
+from blockferry.connectors.transport.pool_secret import TOKEN_WORDS
 
-MAGIC = 0x626C6F636B000001  # changes with the format
+MAGIC = 0x626C6F636B000002  # changes with the format
 AM_ID = 1
 WORD = 8  # bytes
 HEADER_BYTES = 8 * WORD
@@ -27,8 +28,9 @@ NUM_SLOTS = 16  # of each kind and connection: 4 MiB under way
 MAX_SUMMED_BYTES = 64 << 20  # that one message may have summed
 
 # Words of a message's header. ROW: the connection's row at the receiver; of a DELIVER, its record there.
-# SLOT: of a GATHER; of a SUM, the number of its first run.
+# SLOT: of a GATHER; of a SUM, the number of its first run. A HELLO ends with the token of the pools' secret.
 VERSION, VERB, ROW, CONNECTION, REGION, SLOT, RECORD, NUM_RUNS = range(8)
+HELLO_BYTES = HEADER_BYTES + TOKEN_WORDS * WORD
 HELLO, BYE, SCATTER, GATHER, DELIVER, SUM, SUMMED = range(1, 8)
 
 # Words of a caller: how to call libucp.
@@ -52,6 +54,12 @@ def word(base: int, index: int) -> int:
 def put(base: int, index: int, value: int) -> None:
     """Set the index-th word at an address."""
     store(base + index * WORD, value)
+
+
+@compiled
+def has_token(shown: int, own: int) -> bool:
+    """Whether the token at an address is ours; takes as long for every wrong one."""
+    return (word(shown, 0) ^ word(own, 0)) | (word(shown, 1) ^ word(own, 1)) == 0
 
 
 @compiled

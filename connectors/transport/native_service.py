@@ -11,8 +11,8 @@ any memory of a pool is touched; a bad message is counted with its reason and dr
     records   links of our own reads, which the answers of peers belong to: what lands where is read there, not in
               the message
 
-A connection is a random number its peer chose. HELLO takes a row for it, BYE gives it back; a row that nobody used
-for STALE_S may be taken by another.
+A connection is a random number its peer chose. HELLO takes a row for it, if it shows the token of this process's
+pools, BYE gives it back; a row that nobody used for STALE_S may be taken by another.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from blockferry.connectors.transport.native_messages import (
     GATHER,
     HEADER_BYTES,
     HELLO,
+    HELLO_BYTES,
     MAGIC,
     MAX_RUNS,
     MAX_SUMMED_BYTES,
@@ -61,12 +62,14 @@ from blockferry.connectors.transport.native_messages import (
     VERB,
     VERSION,
     WORD,
+    has_token,
     put,
     set_piece,
     transmit,
     word,
 )
 from blockferry.connectors.transport.native_packing import OWN_CONNECTION, land, take_sum
+from blockferry.connectors.transport.pool_secret import TOKEN_WORDS
 
 # Words of a row.
 ROW_CONNECTION, ROW_DONE, ROW_REFUSED, ROW_USED_S = range(4)
@@ -75,8 +78,8 @@ STALE_S = 60
 SLOTS_PER_ROW = NUM_SLOTS + 1
 
 # Words of the state: machine addresses, sizes, counters; then (base, size) of each region and the links of reads.
-CALLER, ROWS, NUM_ROWS, SLOTS, NOW_S, NUM_REFUSED, LAST_REASON, NUM_REGIONS = range(8)
-REGIONS = 8
+CALLER, ROWS, NUM_ROWS, SLOTS, NOW_S, NUM_REFUSED, LAST_REASON, NUM_REGIONS, TOKEN = range(9)
+REGIONS = TOKEN + TOKEN_WORDS
 MAX_REGIONS = 16
 RECORDS = REGIONS + 2 * MAX_REGIONS
 NUM_RECORDS = 256
@@ -95,8 +98,9 @@ REASONS = (
     "every row is taken",
     "it came without its data",
     "nothing to answer it by",
+    "it does not know the secret of this process's pools",
 )
-_VERSION, _VERB, _SIZES, _OUTSIDE, _ROW, _SLOT, _TOO_MUCH, _FULL, _NO_DATA, _NO_ANSWER = range(1, 11)
+_VERSION, _VERB, _SIZES, _OUTSIDE, _ROW, _SLOT, _TOO_MUCH, _FULL, _NO_DATA, _NO_ANSWER, _STRANGER = range(1, 12)
 
 
 @compiled
@@ -108,7 +112,7 @@ def serve(state: int, message: int, length: int, reply_endpoint: int) -> int:
         return _VERSION
     verb, connection = word(message, VERB), word(message, CONNECTION)
     if verb == HELLO:
-        return _welcome(state, connection)
+        return _greeted(state, message, length)
     if verb == DELIVER:
         return _deliver(state, message, length)
     if verb == SUMMED:
@@ -134,6 +138,16 @@ def _serve_row(state: int, row: int, message: int, length: int, reply_endpoint: 
     counter = ROW_REFUSED if reason else ROW_DONE
     put(row, counter, word(row, counter) + 1)
     return reason
+
+
+@compiled
+def _greeted(state: int, message: int, length: int) -> int:
+    """Give a row to who knows the secret."""
+    if length != HELLO_BYTES:
+        return _SIZES
+    if not has_token(message + HEADER_BYTES, state + TOKEN * WORD):
+        return _STRANGER
+    return _welcome(state, word(message, CONNECTION))
 
 
 @compiled

@@ -32,6 +32,7 @@ from blockferry.connectors.base import ByteArray, Region
 from blockferry.connectors.transport import native_loops as loops
 from blockferry.connectors.transport import native_packing
 from blockferry.connectors.transport import ucx_api as api
+from blockferry.connectors.transport.pool_secret import PoolSecret
 from blockferry.connectors.transport.ucx_greeting import Greeter
 from blockferry.connectors.transport.ucx_peer import UcxAccess, UcxPeer, UcxRegion
 from blockferry.connectors.transport.ucx_service import NUM_ROWS, PoolKey, UcxService, make_rows
@@ -88,10 +89,11 @@ class UcxTransport:
         native_packing.warm_up()
         self._context = self._create_context()
         self._worker = self._create_worker()
-        self._greeter = Greeter(self._ucp, self._worker)
+        self._secret = PoolSecret.make()
+        self._greeter = Greeter(self._ucp, self._worker, self._secret)
         self._handles: list[c_void_p] = []  # of registered memory
         self._rows = make_rows()
-        self._service = UcxService(self._ucp, self._worker, self._rows)
+        self._service = UcxService(self._ucp, self._worker, self._rows, self._secret)
         self._peers: dict[int, UcxPeer] = {}
         self._next_peer = 1
         self._on_error = api.ErrorCallback(self._peer_failed)  # UCX holds it as long as any endpoint lives
@@ -149,7 +151,7 @@ class UcxTransport:
             base=view.ctypes.data,
             num_bytes=view.nbytes,
             memory_key=memory_key,
-            nonce=self._greeter.nonce,
+            secret=self._secret.key,
             region=self._service.add_region(view),
             num_rows=NUM_ROWS,
         )

@@ -152,7 +152,7 @@ class UcxPeer:
         self._handles[loops.WORKER] = access.worker.value or 0
         self._handles[loops.FREE] = self._ucp.address_of("ucp_request_free")
         self._waiting: list[_Move] = []  # for the connection to be up
-        self._greeting = access.greeter.greet(endpoint, key.nonce)
+        self._greeting = access.greeter.greet(endpoint, key.pool_secret)
 
     @property
     def is_direct(self) -> bool:

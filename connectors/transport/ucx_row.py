@@ -22,6 +22,8 @@ from blockferry.connectors.transport import native_messages as messages
 from blockferry.connectors.transport import native_packing as native
 from blockferry.connectors.transport import native_service as service
 from blockferry.connectors.transport import ucx_api as api
+from blockferry.connectors.transport.pool_secret import TOKEN_WORDS
+from blockferry.connectors.transport.ucx_look import Look
 from blockferry.connectors.transport.ucx_service import PoolKey, UcxService
 
 _MAX_GREETINGS = 8  # looks for our row before we do without
@@ -49,6 +51,7 @@ class UcxRow:
         self._own_service = own
         self._endpoint = endpoint
         self._key = key
+        self._token = key.pool_secret.token
         self._staging: ByteArray = np.empty(0, np.uint8)
         self._rows: Int64Array = np.zeros((key.num_rows, service.ROW_BYTES // messages.WORD), np.int64)
         self._is_looking = False
@@ -147,7 +150,10 @@ class UcxRow:
     def _greet(self) -> None:
         self.phase = Phase.GREETING
         self._num_greetings = 0
-        self._ucp.check(native.send(self.link, messages.HELLO, messages.HEADER_BYTES, 0), "hello")
+        slot = int(self.words[native.NUM_SENT]) % messages.NUM_SLOTS
+        begin = slot * messages.SLOT_BYTES + messages.PIECES_BYTES + messages.HEADER_BYTES
+        self._staging[begin:].view(np.int64)[:TOKEN_WORDS] = self._token
+        self._ucp.check(native.send(self.link, messages.HELLO, messages.HELLO_BYTES, 0), "hello")
         self._begin_look(0, self._key.num_rows)
 
     def _enter(self, row: int) -> None:
@@ -159,9 +165,9 @@ class UcxRow:
         self.touch()
 
     def _begin_look(self, row: int, num_rows: int) -> None:
+        connection = int(self.words[native.OWN_CONNECTION])
         self._own_service.looks.ask(
-            self._endpoint,
-            int(self.words[native.OWN_CONNECTION]),
+            Look(endpoint=self._endpoint, number=connection, token=self._token),
             offset=row * service.ROW_BYTES,
             num_bytes=num_rows * service.ROW_BYTES,
             target=self._rows,

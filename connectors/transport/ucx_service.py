@@ -19,6 +19,7 @@ from blockferry.connectors.base import ByteArray, Int64Array, TransportError
 from blockferry.connectors.transport import native_messages as messages
 from blockferry.connectors.transport import native_service as native
 from blockferry.connectors.transport import ucx_api as api
+from blockferry.connectors.transport.pool_secret import TOKEN_WORDS, PoolSecret
 from blockferry.connectors.transport.ucx_look import UcxLooks
 
 logger = logging.getLogger(__name__)
@@ -33,9 +34,14 @@ class PoolKey:
     base: int
     num_bytes: int
     memory_key: bytes
-    nonce: bytes  # of the process, see ucx_greeting
+    secret: bytes = dataclasses.field(repr=False)  # of the process, see pool_secret
     region: int  # index among the owner's regions
     num_rows: int
+
+    @property
+    def pool_secret(self) -> PoolSecret:
+        """What to prove to the process that owns the pool."""
+        return PoolSecret(key=self.secret)
 
     def pack(self) -> bytes:
         """As bytes for unpack()."""
@@ -51,7 +57,7 @@ class PoolKey:
         except (ValueError, TypeError) as error:
             raise TransportError(f"a memory key of {len(key)} bytes is not one of UCX pools: {error}") from error
         numbers = (made.base, made.num_bytes, made.region, made.num_rows)
-        keys = (made.memory_key, made.nonce)
+        keys = (made.memory_key, made.secret)
         if not all(type(number) is int for number in numbers) or not all(type(one) is bytes for one in keys):
             raise TransportError(f"a memory key of {len(key)} bytes has fields of the wrong type")
         return made
@@ -65,8 +71,8 @@ def make_rows() -> ByteArray:
 class UcxService:
     """Serves peers' messages, and looks at `rows`; keep both as long as the worker lives."""
 
-    def __init__(self, ucp: api.Ucp, worker: c_void_p, rows: ByteArray) -> None:
-        """Raises TransportError when UCX refuses the handler."""
+    def __init__(self, ucp: api.Ucp, worker: c_void_p, rows: ByteArray, secret: PoolSecret) -> None:
+        """Only who shows the token of `secret` gets a row. Raises TransportError when UCX refuses the handler."""
         self._params = _request_params()
         self._caller = np.zeros(messages.CALLER_WORDS, np.int64)
         self._caller[messages.SEND] = ucp.address_of("ucp_am_send_nbx")
@@ -82,7 +88,8 @@ class UcxService:
         self._state[native.ROWS] = rows.ctypes.data
         self._state[native.NUM_ROWS] = NUM_ROWS
         self._state[native.SLOTS] = self._slots.ctypes.data
-        self.looks = UcxLooks(ucp, worker, caller=self.caller, rows=rows)
+        self._state[native.TOKEN : native.TOKEN + TOKEN_WORDS] = secret.token
+        self.looks = UcxLooks(ucp, worker, caller=self.caller, rows=rows, token=secret.token)
         self._has_reported = False
         ucp.handle_messages(worker, messages.AM_ID, native.handler().address, self._state.ctypes.data)
 

@@ -10,6 +10,7 @@ from blockferry.connectors.transport import native_service as service
 NUM_ROWS = 2
 POOL_BYTES = 4096
 CONNECTION = 77
+TOKEN = (5, -6)
 GUARD = 64  # bytes around the pool that nothing may touch
 
 
@@ -26,6 +27,7 @@ class Rig:
         self.state[service.NUM_ROWS] = NUM_ROWS
         self.state[service.SLOTS] = self.slots.ctypes.data
         self.state[service.NUM_REGIONS] = 1
+        self.state[service.TOKEN : service.TOKEN + 2] = TOKEN
         self.state[service.REGIONS : service.REGIONS + 2] = self.pool.ctypes.data, POOL_BYTES
 
     def serve(self, message, length=None):
@@ -38,7 +40,7 @@ class Rig:
 @pytest.fixture
 def rig():
     made = Rig()
-    assert not made.serve(message(messages.HELLO))
+    assert not made.serve(hello())
     return made
 
 
@@ -54,6 +56,10 @@ def message(verb, runs=(), payload=b"", **changes):
     return header.tobytes() + np.array(runs, np.int64).tobytes() + payload
 
 
+def hello(token=TOKEN, **changes):
+    return message(messages.HELLO, payload=np.array(token, np.int64).tobytes(), **changes)
+
+
 def scatter(*runs, **changes):
     return message(messages.SCATTER, runs, bytes(range(1, 1 + sum(max(0, length) for _, length in runs))), **changes)
 
@@ -67,6 +73,10 @@ def test_packed_writes_land_and_are_counted(rig):
 
 
 BAD = {
+    "wrong secret": (hello((5, 6)), "secret"),
+    "half the secret": (hello((5, -7)), "secret"),
+    "no secret": (hello(()), "sizes"),
+    "more than the secret": (hello((5, -6, 7)), "sizes"),
     "short": (scatter((0, 1))[:40], "sizes"),
     "version": (scatter((0, 1), VERSION=messages.MAGIC + 1), "version"),
     "verb": (scatter((0, 1), VERB=99), "verb"),
@@ -116,6 +126,11 @@ def test_a_message_that_cannot_be_trusted_is_refused_and_touches_nothing(rig, na
     assert not rig.memory.any()
 
 
+def test_a_stranger_gets_no_row(rig):
+    assert rig.serve(hello((5, 6), CONNECTION=1))
+    assert rig.rows[:, service.ROW_CONNECTION].tolist() == [0, CONNECTION]
+
+
 def test_a_refusal_is_counted_where_its_sender_looks(rig):
     rig.serve(scatter((-1, 1)))
     assert rig.rows[-1, [service.ROW_DONE, service.ROW_REFUSED]].tolist() == [0, 1]
@@ -123,24 +138,24 @@ def test_a_refusal_is_counted_where_its_sender_looks(rig):
 
 def test_a_connection_keeps_its_row_when_it_greets_again(rig):
     rig.serve(scatter((0, 1)))
-    assert not rig.serve(message(messages.HELLO))
+    assert not rig.serve(hello())
     assert rig.rows[:, service.ROW_CONNECTION].tolist() == [0, CONNECTION]
     assert rig.rows[-1, service.ROW_DONE] == 1
 
 
 def test_every_row_taken_refuses_a_newcomer_until_one_is_given_back(rig):
-    assert not rig.serve(message(messages.HELLO, CONNECTION=1))
-    assert "taken" in rig.serve(message(messages.HELLO, CONNECTION=2))
+    assert not rig.serve(hello(CONNECTION=1))
+    assert "taken" in rig.serve(hello(CONNECTION=2))
     assert not rig.serve(message(messages.BYE))
-    assert not rig.serve(message(messages.HELLO, CONNECTION=2))
+    assert not rig.serve(hello(CONNECTION=2))
 
 
 def test_a_row_that_nobody_used_for_long_goes_to_a_newcomer(rig):
-    assert not rig.serve(message(messages.HELLO, CONNECTION=1))
+    assert not rig.serve(hello(CONNECTION=1))
     rig.state[service.NOW_S] = service.STALE_S
     rig.serve(message(messages.SCATTER, [(0, 1)], b"x", ROW=0, CONNECTION=1))
     rig.state[service.NOW_S] = service.STALE_S + 1
-    assert not rig.serve(message(messages.HELLO, CONNECTION=2))
+    assert not rig.serve(hello(CONNECTION=2))
     assert rig.rows[:, service.ROW_CONNECTION].tolist() == [1, 2]
     assert "row of another" in rig.serve(scatter((0, 1)))
 
