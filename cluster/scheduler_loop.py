@@ -18,22 +18,18 @@ from typing import Any
 import zmq
 
 from blockferry.cluster import messages, snapshot
-from blockferry.cluster.client_table import ClientTable
+from blockferry.cluster.clients import Clients
 from blockferry.cluster.health import HealthBoard, TransferTotals
 from blockferry.cluster.idle_audit import IdleAudit
-from blockferry.cluster.messages import Frames, Rejection, RejectionKind, Tag, WorkerId
+from blockferry.cluster.messages import Frames, Tag, WorkerId
 from blockferry.cluster.ranks import Ranks
 from blockferry.cluster.refusals import Refusals
-from blockferry.cluster.router import Candidate, Policy, has_route, prefix_affinity
-from blockferry.cluster.sockets import Binding, Endpoints, bind_remote, bind_router, send
+from blockferry.cluster.router import Policy, prefix_affinity
+from blockferry.cluster.sockets import Binding, Endpoints, bind_remote, bind_router
 from blockferry.cluster.wakeup import Calls
-from blockferry.engine import wire
-from blockferry.engine.errors import QueueFull
-from blockferry.engine.request import Request
 from blockferry.engine.scheduler.central import CentralScheduler
 from blockferry.engine.scheduler.instance import Instance
 from blockferry.engine.scheduler.membership import MemberState
-from blockferry.engine.scheduler.outputs import StepOutput
 from blockferry.engine.wire import StepResult
 
 logger = logging.getLogger(__name__)
@@ -70,10 +66,8 @@ class SchedulerLoop:
         """
         self._central = central
         self._timing = timing
-        self._choose_route = choose_route
         self._end_instance = end_instance
         self._clock = time.monotonic
-        self._clients = ClientTable()
         self._health = HealthBoard(silence_limit_s=timing.silence_limit_s)
         self._calls = Calls()  # of other threads
         self._stop_reason: str | None = None
@@ -88,18 +82,19 @@ class SchedulerLoop:
         for instance in central.members.instances.values():
             self._ranks.add(instance.instance_id, num_ranks=instance.num_ranks)
         self._client_socket, self.client_endpoints = clients.socket, clients.endpoints
+        self._clients = Clients(
+            self._client_socket,
+            central,
+            health=self._health,
+            choose_route=choose_route,
+            status=self._fresh_snapshot,
+        )
         self._poller = zmq.Poller()
         self._refusals = Refusals([self._workers, self._client_socket])
         for source in (self._workers, self._client_socket, self._calls.fd, *self._refusals.monitors):
             self._poller.register(source, zmq.POLLIN)
         self._transfers = TransferTotals()
         self.snapshot: dict[str, Any] = {}  # replaced as a whole at every beat; read it from any thread
-        self._handlers: dict[Tag, Callable[[bytes, bytes], None]] = {
-            Tag.HELLO: self._on_client_hello,
-            Tag.REQUEST: self._on_request,
-            Tag.ABORT: self._on_abort,
-            Tag.STATUS: self._on_status,
-        }
 
     def stop(self, reason: str) -> None:
         """End run() soon. Any thread."""
@@ -166,7 +161,7 @@ class SchedulerLoop:
         if self._workers in ready:
             self._take_from(self._workers, self._on_worker)
         if self._client_socket in ready:
-            self._take_from(self._client_socket, self._on_client)
+            self._take_from(self._client_socket, self._clients.take)
         if self._calls.fd in ready:
             self._calls.make_all()
         if any(monitor in ready for monitor in self._refusals.monitors):
@@ -176,7 +171,7 @@ class SchedulerLoop:
             self._tick(now_s)
         self._plan()
         self._ferry()
-        self._deliver()
+        self._clients.deliver()
 
     def _take_from(self, socket: zmq.Socket[bytes], handle: Callable[[bytes, Tag, bytes], None]) -> None:
         for _ in range(MAX_MESSAGES_PER_PASS):
@@ -212,9 +207,9 @@ class SchedulerLoop:
             self._on_result(worker, value)
         elif tag is Tag.EVENT:
             self._transfers.count(value)
-            self._absorb(self._central.on_transfer(value))
+            self._clients.absorb(self._central.on_transfer(value))
         elif tag is Tag.COPIED:
-            self._absorb(self._central.on_copy(value))
+            self._clients.absorb(self._central.on_copy(value))
         elif tag is Tag.TROUBLE:
             self._fail(worker.instance_id, f"rank {worker.rank}: {value}")
 
@@ -227,7 +222,7 @@ class SchedulerLoop:
         except ValueError as error:  # of no step that it was to answer
             self._fail(worker.instance_id, f"rank {worker.rank}: {error}")
         else:
-            self._absorb(output)
+            self._clients.absorb(output)
 
     def _fail(self, instance_id: str, reason: str) -> None:
         """Give an instance up, unless it was before, or has left."""
@@ -235,7 +230,7 @@ class SchedulerLoop:
         if instance_id not in members or members.find(instance_id).state is MemberState.FAILED:
             return
         logger.error("instance %s failed: %s", instance_id, reason)
-        self._absorb(self._central.fail_instance(instance_id, reason))
+        self._clients.absorb(self._central.fail_instance(instance_id, reason))
         self._end_instance(instance_id)
         self._refresh_snapshot()
 
@@ -274,84 +269,6 @@ class SchedulerLoop:
             self._ranks.remove(instance_id, "its instance was removed")
             self._clients.forget_instance(instance_id)
 
-    # --- clients
-
-    def _on_client(self, identity: bytes, tag: Tag, payload: bytes) -> None:
-        handler = self._handlers.get(tag)
-        if handler is None:
-            logger.warning("dropped a %s message of a client", tag.name)
-            return
-        self._clients.greet(identity)
-        try:
-            handler(identity, payload)
-        except ValueError as error:
-            logger.warning("dropped a %s message of a client: %s", tag.name, error)
-
-    def _on_client_hello(self, identity: bytes, _payload: bytes) -> None:
-        self._to_client(identity, messages.encode(Tag.WELCOME, {}))
-
-    def _on_request(self, identity: bytes, payload: bytes) -> None:
-        request = messages.request_from(payload)
-        rejection = self._try_add(identity, request)
-        if rejection is not None:
-            self._to_client(identity, messages.encode(Tag.REJECTED, rejection))
-
-    def _try_add(self, identity: bytes, request: Request) -> Rejection | None:
-        """Queue a request; why not, when it cannot be."""
-
-        def because(kind: RejectionKind, reason: str) -> Rejection:
-            return Rejection(handle=request.handle, request_id=request.request_id, kind=kind, reason=reason)
-
-        newcomer = self._central.meet(request)
-        route = self._choose_route(self._candidates(), newcomer)
-        if route is None:
-            reason = self._central.members.failures or "instances are starting or draining; try again in a moment"
-            return because(RejectionKind.NO_INSTANCE, reason)
-        handle: int | None = None
-        try:
-            handle = self._clients.open(identity, request.handle, route)
-            named = dataclasses.replace(request, handle=handle, arrival_s=self._clock())
-            self._central.add(named, route, newcomer)
-        except ValueError as error:  # RequestRejected is one
-            if handle is not None:
-                self._clients.close(handle)
-            kind = RejectionKind.QUEUE_FULL if isinstance(error, QueueFull) else RejectionKind.NEVER_FITS
-            return because(kind, str(error))
-        return None
-
-    def _candidates(self) -> list[Candidate]:
-        candidates = []
-        for member in self._central.members:
-            if member.state is MemberState.SERVING and self._health.has_all_ranks(member.instance_id):
-                load = self._central.load(member.instance_id)
-                candidates.append(
-                    Candidate(
-                        instance_id=member.instance_id,
-                        role=member.instance.role,
-                        num_queued_tokens=load.num_queued_tokens,
-                        num_missing_tokens=load.num_missing_tokens,
-                        num_assigned=self._clients.num_assigned(member.instance_id),
-                        num_free_blocks=load.num_free_blocks,
-                        cache_fill=min(1.0, load.num_cached_keys / load.num_usable_blocks),
-                    )
-                )
-        return candidates
-
-    def _on_abort(self, identity: bytes, payload: bytes) -> None:
-        handle = self._clients.find(identity, wire.decode(int, payload))
-        if handle is not None:
-            self._absorb(self._central.abort(handle))
-
-    def _on_status(self, identity: bytes, payload: bytes) -> None:
-        self._refresh_snapshot()
-        reply = messages.StatusReply(query=wire.decode(int, payload), status=self.snapshot)
-        self._to_client(identity, messages.encode(Tag.STATUS_REPLY, reply))
-
-    def _to_client(self, identity: bytes, frames: Frames) -> None:
-        if not send(self._client_socket, identity, frames):
-            for handle in self._clients.leave(identity):
-                self._absorb(self._central.abort(handle))
-
     # --- every pass
 
     def _note_stop(self, reason: str) -> None:
@@ -359,15 +276,14 @@ class SchedulerLoop:
 
     def _tick(self, now_s: float) -> None:
         self._next_tick_s = now_s + self._timing.tick_s
-        self._absorb(self._central.tick())
+        self._clients.absorb(self._central.tick())
         self._forget_removed()
         for instance_id, reason in self._health.silent(now_s=now_s):
             self._fail(instance_id, reason)
         if now_s >= self._next_beat_s:
             self._next_beat_s = now_s + self._timing.beat_s
             self._refresh_snapshot()
-            for client in self._clients.clients:
-                self._to_client(client, messages.encode(Tag.BEAT, {}))
+            self._clients.send_all(messages.encode(Tag.BEAT, {}))
         self._audit.look(now_s)
 
     def _plan(self) -> None:
@@ -392,30 +308,21 @@ class SchedulerLoop:
         if trouble:
             self._fail(instance_id, trouble)
 
-    def _absorb(self, output: StepOutput) -> None:
-        """Gather what a step means for the clients."""
-        self._clients.tokens(output.handles.tolist(), output.token_ids.tolist())
-        for handle, logprobs in output.logprobs:
-            self._clients.logprobs(handle, logprobs)
-        for finished in output.finished:
-            self._clients.finish(finished)
-
-    def _deliver(self) -> None:
-        for client, batch in self._clients.take_batches().items():
-            self._to_client(client, messages.encode(Tag.OUTPUT, batch))
-
     def _refresh_snapshot(self) -> None:
         now_s = self._clock()
         status = self._central.status()
         snapshot.complete(status, self._health, now_s=now_s)
         status["transfers"] = dataclasses.asdict(self._transfers)
-        status["is_serving"] = has_route(self._candidates())
+        status["is_serving"] = self._clients.can_be_served
         status["num_audits"] = self._audit.num_audits
         status["num_refused_connections"] = self._refusals.num_refused
         status["uptime_s"] = round(now_s - self._started_s, 3)
         self.snapshot = status
 
+    def _fresh_snapshot(self) -> dict[str, Any]:
+        self._refresh_snapshot()
+        return self.snapshot
+
     def _say_goodbye(self, reason: str) -> None:
-        for client in self._clients.clients:
-            send(self._client_socket, client, messages.encode(Tag.STOP, reason))
+        self._clients.say_goodbye(messages.encode(Tag.STOP, reason))
         self._ranks.stop_all(reason)
