@@ -33,7 +33,7 @@ from blockferry.cluster.scheduler_host import (
 from blockferry.cluster.scheduler_loop import SchedulerLoop
 from blockferry.cluster.sockets import Endpoint, Endpoints
 from blockferry.cluster.worker_settings import WorkerSettings
-from blockferry.engine.config import ApiConfig, ModelConfig
+from blockferry.engine.config import ApiConfig, HealthConfig, ModelConfig
 from blockferry.engine.kv.instance_plan import InstancePlan
 
 logger = logging.getLogger(__name__)
@@ -246,11 +246,11 @@ class SchedulerActor:
 class ApiActor:
     """The HTTP server."""
 
-    def __init__(self, model: ModelConfig, api: ApiConfig) -> None:
+    def __init__(self, model: ModelConfig, api: ApiConfig, health: HealthConfig) -> None:
         from blockferry.cluster.http_server import HttpServer
 
         _log_to_stderr()
-        self._server = HttpServer(model, api)
+        self._server = HttpServer(model, api, health)
 
     def open(self) -> str:
         """Bind the port; returns the server's base URL."""
@@ -259,6 +259,10 @@ class ApiActor:
     def run(self, endpoints: Endpoints, scheduler_node_id: str) -> None:
         """Serve until shutdown()."""
         self._server.run(reachable(endpoints, node_id=scheduler_node_id))
+
+    def reattach(self, endpoints: Endpoints, scheduler_node_id: str) -> None:
+        """Go on with another scheduler, open requests included. Raises InstanceFailed when it does not answer."""
+        self._server.reconnect(reachable(endpoints, node_id=scheduler_node_id))
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Whether the server answers within timeout_s."""

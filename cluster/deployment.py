@@ -260,8 +260,9 @@ def _connector(section: Section) -> ConnectorConfig:
 def _health(section: Section) -> HealthConfig:
     base = HealthConfig()
     limit_s = section.number("silence_limit_s", base.silence_limit_s, minimum=2.0)  # two signs of life
+    resume_s = section.number("resume_timeout_s", base.resume_timeout_s, minimum=0.0)
     section.finish()
-    return HealthConfig(silence_limit_s=limit_s)
+    return HealthConfig(silence_limit_s=limit_s, resume_timeout_s=resume_s)
 
 
 def _router(section: Section) -> RouterConfig:

@@ -1,78 +1,88 @@
-"""EngineClient over ZeroMQ: one asyncio connection to the scheduler, many requests on it.
+"""EngineClient over ZeroMQ: one asyncio connection to the scheduler, many requests on it, each resumed where needed.
 
-Owns the socket, one reading task and every open stream; all on one event loop. Several clients may exist at
-once: handles are scoped to the connection. A lost scheduler fails every stream and all later calls; there is
-no reconnecting, a new client does that.
+Owns the connection and every open request; all on one event loop. Several clients may exist at once: handles are
+scoped to the connection. A request that lost its instance is sent again with the tokens it has, and so is every one
+when the scheduler is lost and reconnect() finds a new one; resuming.py holds the rule.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
-import uuid
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-import zmq
-import zmq.asyncio
-from zmq.utils.monitor import recv_monitor_message
-
 from blockferry.cluster import messages
 from blockferry.cluster.api.client import RequestOutput
-from blockferry.cluster.messages import Frames, OutputBatch, Rejection, RejectionKind, StatusReply, Tag
-from blockferry.cluster.sockets import Endpoint, connect_dealer
-from blockferry.engine import wire
-from blockferry.engine.errors import BlockferryError, InstanceFailed, QueueFull, RequestRejected
-from blockferry.engine.request import FinishReason, Request
+from blockferry.cluster.inbox import Inbox, Taken, outputs_of
+from blockferry.cluster.messages import Tag
+from blockferry.cluster.resuming import Lost, ResumableAnswer, Standing
+from blockferry.cluster.scheduler_link import SILENCE_LIMIT_S, SchedulerLink
+from blockferry.cluster.sockets import Endpoint
+from blockferry.engine.config import HealthConfig
+from blockferry.engine.errors import InstanceFailed, QueueFull
+from blockferry.engine.request import Request
 
 CONNECT_TIMEOUT_S = 10.0
-SILENCE_LIMIT_S = 5.0  # the scheduler says something every second
+MOST_WAITING = 4096  # requests that nobody has taken in yet, while nobody is there; more are refused
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """One unfinished request."""
+
+    answer: ResumableAnswer
+    inbox: Inbox = dataclasses.field(default_factory=Inbox)
 
 
 class ZmqEngineClient:
     """One client of a deployment. Every method is called on the event loop that called connect()."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        """Only remembers the endpoint; connect() opens the socket."""
+    def __init__(self, endpoint: Endpoint, *, resume_timeout_s: float = HealthConfig().resume_timeout_s) -> None:
+        """Only remembers the endpoint; connect() opens the socket.
+
+        `resume_timeout_s`: how long a request may be without anybody to run it, before it ends with an error.
+        """
         self._endpoint = endpoint
+        self._resume_timeout_s = resume_timeout_s
         self._handles = itertools.count(1)
-        self._streams: dict[int, asyncio.Queue[RequestOutput | BlockferryError]] = {}
+        self._calls: dict[int, _Call] = {}
         self._queries: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._welcomed = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
-        self._lost = ""
-        self._context: zmq.asyncio.Context | None = None
-        self._socket: zmq.asyncio.Socket | None = None
+        self._link: SchedulerLink | None = None  # None: there is no scheduler
+        self._lost = Lost(reason="connect() was not called", is_final=True)
+        self._num_waiting = 0
 
     async def connect(self, *, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
         """Open the connection. Raises InstanceFailed when nobody answers in time."""
-        self._context = zmq.asyncio.Context()
-        socket = self._socket = self._context.socket(zmq.DEALER)
-        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        connect_dealer(socket, self._endpoint, identity=b"client-" + uuid.uuid4().hex.encode(), linger_ms=0)
-        self._tasks = [asyncio.create_task(self._read(socket)), asyncio.create_task(self._watch(monitor))]
-        self._send(Tag.HELLO, {})
-        try:
-            await asyncio.wait_for(self._welcomed.wait(), timeout_s)
-        except TimeoutError:
-            self.close()
-            raise InstanceFailed("scheduler", f"no answer from {self._endpoint} within {timeout_s:g} s") from None
+        link = SchedulerLink(self._endpoint, on_message=self._on_message, on_lost=self._lose)
+        await link.open(timeout_s=timeout_s)
+        self._link = link
+        for call in self._calls.values():
+            call.inbox.put(Taken())
+
+    async def reconnect(self, endpoint: Endpoint, *, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+        """Go on with another scheduler: every open request is sent to it, with the tokens that it has.
+
+        Raises InstanceFailed when nobody answers in time; open requests wait on, until their time is over.
+        """
+        self._endpoint = endpoint
+        if self._link is not None:
+            self._link.close()
+            self._lose(Lost(reason="the scheduler was replaced"))
+        await self.connect(timeout_s=timeout_s)
 
     def close(self) -> None:
         """Drop the connection; unfinished requests are aborted by the scheduler. Idempotent."""
-        self._lose("the client was closed")
-        for task in self._tasks:
-            task.cancel()
-        if self._socket is not None:
-            self._socket.disable_monitor()
-        if self._context is not None:
-            self._context.destroy(linger=0)
-            self._context = self._socket = None
+        if self._link is not None:
+            self._link.close()
+        self._lose(Lost(reason="the client was closed", is_final=True))
 
     @property
     def lost_reason(self) -> str:
         """Why the scheduler is gone; empty while it is there."""
-        return self._lost
+        return "" if self._link is not None else self._lost.reason
 
     def next_handle(self) -> int:
         """A number that no other request of this client has."""
@@ -85,38 +95,42 @@ class ZmqEngineClient:
 
         Raises:
             RequestRejected: it can never run here (QueueFull: not now).
-            InstanceFailed: the scheduler is lost, or no instance is left to run it.
+            InstanceFailed: nobody was there to run it, for too long.
         """
-        if self._lost:
-            raise InstanceFailed("scheduler", self._lost)
         handle = request.handle
-        if handle in self._streams:
+        if handle in self._calls:
             raise ValueError(f"handle {handle} belongs to an unfinished request; take one from next_handle()")
-        stream = self._streams[handle] = asyncio.Queue()
-        is_finished = False
+        answer = ResumableAnswer(request, timeout_s=self._resume_timeout_s, now_s=time.monotonic())
+        if self._link is None:
+            answer.on_lost(self._lost, time.monotonic())
+        call = self._calls[handle] = _Call(answer=answer)
         try:
-            self._send(Tag.REQUEST, request)
-            while not is_finished:
-                output = await _take_joined(stream)
-                is_finished = output.finish_reason is not None
-                yield output
+            while answer.standing is not Standing.ENDED:
+                output = await self._next(call)
+                if output is not None:
+                    yield output
         finally:
-            self._streams.pop(handle, None)
-            if not is_finished and not self._lost:
-                self._send(Tag.ABORT, handle)
+            del self._calls[handle]
+            if answer.standing is Standing.SUBMITTED:
+                self._tell(Tag.ABORT, handle)
 
     async def abort(self, handle: int) -> None:
         """End a request; its iterator ends with FinishReason.ABORT. Unknown handles are ignored."""
-        if handle in self._streams and not self._lost:
-            self._send(Tag.ABORT, handle)
+        call = self._calls.get(handle)
+        if call is None:
+            return
+        call.answer.is_aborted = True
+        if call.answer.standing is Standing.SUBMITTED:
+            self._tell(Tag.ABORT, handle)
+        call.inbox.put(Taken())
 
     async def status(self) -> dict[str, Any]:
         """Snapshot of the deployment. Raises InstanceFailed when the scheduler is lost."""
-        if self._lost:
-            raise InstanceFailed("scheduler", self._lost)
+        if self._link is None:
+            raise InstanceFailed("scheduler", self._lost.reason)
         query = self.next_handle()
         reply = self._queries[query] = asyncio.get_running_loop().create_future()
-        self._send(Tag.STATUS, query)
+        self._tell(Tag.STATUS, query)
         try:
             return await asyncio.wait_for(reply, SILENCE_LIMIT_S)
         except TimeoutError:
@@ -124,119 +138,73 @@ class ZmqEngineClient:
         finally:
             self._queries.pop(query, None)
 
-    def _send(self, tag: Tag, value: Any) -> None:
-        assert self._socket is not None, "connect() first"
-        # never waits: the send queue has no limit; the future is done when this returns
-        self._socket.send_multipart(messages.encode(tag, value))
+    # steps of the above
 
-    async def _read(self, socket: zmq.asyncio.Socket) -> None:
-        while True:
-            if not await socket.poll(int(SILENCE_LIMIT_S * 1000)):
-                self._lose(f"the scheduler was silent for {SILENCE_LIMIT_S:g} s")
-                return
-            try:
-                self._take(await socket.recv_multipart())
-            except ValueError as error:  # what it said is lost, and somebody may wait for it
-                self._lose(f"a message of the scheduler cannot be read: {error}")
-            if self._lost:
-                return
-            self._welcomed.set()
+    async def _next(self, call: _Call) -> RequestOutput | None:
+        """One move of a request; None when there is nothing to pass on."""
+        answer, now_s = call.answer, time.monotonic()
+        if answer.standing is Standing.WAITING:
+            if answer.is_aborted:
+                return answer.end_aborted()
+            if self._link is not None and answer.can_submit(now_s):
+                call.inbox.clear()  # whatever it says is of before
+                self._link.send(Tag.REQUEST, answer.submit())
+                return None
+            if now_s >= answer.deadline_s:
+                return answer.expire()
+            taken = await self._wait(call, answer.act_s(is_connected=self._link is not None) - now_s)
+        else:
+            taken = await call.inbox.take(None)
+        return _move(answer, taken, time.monotonic())
 
-    def _take(self, frames: Frames) -> None:
-        tag, payload = messages.split(frames)
-        if tag is Tag.OUTPUT:
-            self._on_outputs(messages.outputs_from(payload))
-        elif tag is Tag.REJECTED:
-            self._on_rejected(messages.rejection_from(payload))
-        elif tag is Tag.STATUS_REPLY:
-            self._on_status(messages.status_from(payload))
-        elif tag is Tag.STOP:
-            self._lose(wire.decode(str, payload))
+    async def _wait(self, call: _Call, timeout_s: float) -> Taken:
+        if self._num_waiting >= MOST_WAITING and not call.answer.was_accepted:
+            raise QueueFull(
+                call.answer.request_id, f"{MOST_WAITING} requests wait for somebody to run them; retry later"
+            )
+        self._num_waiting += 1
+        try:
+            return await call.inbox.take(timeout_s)
+        finally:
+            self._num_waiting -= 1
 
-    async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
-        await recv_monitor_message(monitor)
-        await asyncio.sleep(0.1)  # whatever arrived before the end is still read
-        self._lose("the connection to the scheduler was lost: its process has died")
+    def _tell(self, tag: Tag, value: Any) -> None:
+        """Say something to the scheduler, if there is one."""
+        if self._link is not None:
+            self._link.send(tag, value)
 
-    def _lose(self, reason: str) -> None:
-        if self._lost:
-            return
-        self._lost = reason
-        for handle, stream in self._streams.items():
-            stream.put_nowait(RequestOutput(handle=handle, finish_reason=FinishReason.ERROR, error=reason))
+    def _lose(self, lost: Lost) -> None:
+        self._link, self._lost = None, lost
+        for call in self._calls.values():
+            call.inbox.put(Taken(lost=lost))
         for query in self._queries.values():
             if not query.done():
-                query.set_exception(InstanceFailed("scheduler", reason))
+                query.set_exception(InstanceFailed("scheduler", lost.reason))
 
-    def _on_outputs(self, batch: OutputBatch) -> None:
-        for output in _outputs(batch):
-            stream = self._streams.get(output.handle)
-            if stream is not None:
-                stream.put_nowait(output)
+    def _on_message(self, tag: Tag, payload: bytes) -> None:
+        if tag is Tag.OUTPUT:
+            for output in outputs_of(messages.outputs_from(payload)):
+                self._deliver(output.handle, Taken(output=output))
+        elif tag is Tag.REJECTED:
+            rejection = messages.rejection_from(payload)
+            self._deliver(rejection.handle, Taken(rejection=rejection))
+        elif tag is Tag.STATUS_REPLY:
+            reply = messages.status_from(payload)
+            query = self._queries.get(reply.query)
+            if query is not None and not query.done():
+                query.set_result(reply.status)
 
-    def _on_rejected(self, rejection: Rejection) -> None:
-        stream = self._streams.get(rejection.handle)
-        if stream is None:
-            return
-        if rejection.kind is RejectionKind.NO_INSTANCE:
-            stream.put_nowait(InstanceFailed("scheduler", rejection.reason))
-        elif rejection.kind is RejectionKind.QUEUE_FULL:
-            stream.put_nowait(QueueFull(rejection.request_id, rejection.reason))
-        else:
-            stream.put_nowait(RequestRejected(rejection.request_id, rejection.reason))
-
-    def _on_status(self, reply: StatusReply) -> None:
-        query = self._queries.get(reply.query)
-        if query is not None and not query.done():
-            query.set_result(reply.status)
+    def _deliver(self, handle: int, taken: Taken) -> None:
+        call = self._calls.get(handle)
+        if call is not None:
+            call.inbox.put(taken)
 
 
-def _outputs(batch: OutputBatch) -> list[RequestOutput]:
-    """One RequestOutput for each request that a batch speaks of."""
-    found: dict[int, RequestOutput] = {}
-
-    def of(handle: int) -> RequestOutput:
-        return found.setdefault(handle, RequestOutput(handle=handle))
-
-    for handle, token_id in zip(batch.handles, batch.token_ids, strict=True):
-        of(handle).token_ids.append(token_id)
-    for entry in batch.logprobs:
-        output = of(entry.handle)
-        target = output.prompt_logprobs if entry.logprobs.is_prompt else output.logprobs
-        target.extend(entry.logprobs.entries)
-    for end in batch.finished:
-        output = of(end.handle)
-        found[end.handle] = RequestOutput(
-            handle=end.handle,
-            token_ids=output.token_ids,
-            logprobs=output.logprobs,
-            prompt_logprobs=output.prompt_logprobs,
-            finish_reason=end.reason,
-            stop_token_id=end.stop_token_id,
-            stats=end.stats,
-            error=end.message,
-        )
-    return list(found.values())
-
-
-async def _take_joined(stream: asyncio.Queue[RequestOutput | BlockferryError]) -> RequestOutput:
-    """Everything queued up to the end of the request, as one output. Raises what was queued as an error."""
-    outputs: list[RequestOutput] = []
-    while not outputs or (outputs[-1].finish_reason is None and not stream.empty()):
-        item = await stream.get()
-        if isinstance(item, BlockferryError):
-            raise item
-        outputs.append(item)
-    if len(outputs) == 1:
-        return outputs[0]
-    last = outputs[-1]
-    return RequestOutput(
-        handle=last.handle,
-        token_ids=[token_id for output in outputs for token_id in output.token_ids],
-        logprobs=[entry for output in outputs for entry in output.logprobs],
-        prompt_logprobs=[entry for output in outputs for entry in output.prompt_logprobs],
-        finish_reason=last.finish_reason,
-        stop_token_id=last.stop_token_id,
-        stats=last.stats,
-        error=last.error,
-    )
+def _move(answer: ResumableAnswer, taken: Taken, now_s: float) -> RequestOutput | None:
+    if taken.output is not None:
+        return answer.on_output(taken.output, now_s)
+    if taken.rejection is not None:
+        return answer.on_rejection(taken.rejection, now_s)
+    if taken.lost is not None:
+        return answer.on_lost(taken.lost, now_s)
+    return None

@@ -149,7 +149,7 @@ async def attached(
 ) -> list[Answer]:
     """generate() over a connection of its own to a scheduler. Raises InstanceFailed when it does not answer."""
     model = ServedModel.load(config.model, chat_template=config.api.chat_template)
-    client = ZmqEngineClient(endpoint)
+    client = ZmqEngineClient(endpoint, resume_timeout_s=config.health.resume_timeout_s)
     await client.connect()
     try:
         return await generate(client, model, prompts, options)

@@ -6,6 +6,7 @@ Owns their order of opening and closing. Runs in any process, with or without Ra
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 
@@ -16,7 +17,7 @@ from blockferry.cluster.api.served_model import ServedModel
 from blockferry.cluster.engine_client import ZmqEngineClient
 from blockferry.cluster.listen import bind
 from blockferry.cluster.sockets import Endpoint
-from blockferry.engine.config import ApiConfig, ModelConfig
+from blockferry.engine.config import ApiConfig, HealthConfig, ModelConfig
 
 GRACEFUL_STOP_S = 2
 
@@ -24,9 +25,12 @@ GRACEFUL_STOP_S = 2
 class HttpServer:
     """One HTTP server. open() comes long before run(), so that a busy port is reported before models load."""
 
-    def __init__(self, model: ModelConfig, api: ApiConfig) -> None:
+    def __init__(self, model: ModelConfig, api: ApiConfig, health: HealthConfig) -> None:
         self._model = model
         self._api = api
+        self._health = health
+        self._client: ZmqEngineClient | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._socket: socket.socket | None = None
         self._server: uvicorn.Server | None = None
         self._is_ready = threading.Event()
@@ -44,8 +48,9 @@ class HttpServer:
     async def _serve(self, endpoint: Endpoint) -> None:
         assert self._socket is not None, "open() comes first"
         served = ServedModel.load(self._model, chat_template=self._api.chat_template)
-        client = ZmqEngineClient(endpoint)
+        client = ZmqEngineClient(endpoint, resume_timeout_s=self._health.resume_timeout_s)
         await client.connect()
+        self._client, self._loop = client, asyncio.get_running_loop()
         try:
             config = uvicorn.Config(
                 create_app(client, served),
@@ -64,7 +69,24 @@ class HttpServer:
         """Whether the server answers within timeout_s. Any thread."""
         return self._is_ready.wait(timeout_s)
 
+    def reconnect(self, endpoint: Endpoint) -> None:
+        """Go on with another scheduler, open requests included. Any thread but the server's.
+
+        Raises InstanceFailed when nobody answers there.
+        """
+        assert self._client is not None, "run() comes first"
+        assert self._loop is not None, "run() comes first"
+        asyncio.run_coroutine_threadsafe(self._client.reconnect(endpoint), self._loop).result()
+
     def stop(self) -> None:
         """End run() soon. Any thread."""
         if self._server is not None:
             self._server.should_exit = True
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended by itself
+                self._loop.call_soon_threadsafe(self._give_up_waiting)
+
+    def _give_up_waiting(self) -> None:
+        """Requests that wait for another scheduler end with an error, rather than with their connections."""
+        if self._client is not None and self._client.lost_reason:
+            self._client.close()

@@ -46,7 +46,7 @@ class Tag(enum.Enum):
     REJECTED = b"n"  # Rejection
     STATUS = b"s"  # query
     STATUS_REPLY = b"v"  # StatusReply
-    STOP = b"z"  # reason
+    STOP = b"z"  # Farewell to a client, reason to a worker
 
 
 class Channel(enum.Enum):
@@ -122,6 +122,14 @@ class StatusReply:
     status: dict[str, Any]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Farewell:
+    """The scheduler's last word to a client."""
+
+    reason: str
+    is_final: bool  # it was told to stop, so that none will come in its place
+
+
 def encode(tag: Tag, value: Any) -> Frames:
     """Frames of one message."""
     return [tag.value, wire.pack(value)]
@@ -185,6 +193,11 @@ def outputs_from(payload: bytes) -> OutputBatch:
     if len(batch.handles) != len(batch.token_ids):
         raise ValueError(f"{len(batch.token_ids)} tokens for {len(batch.handles)} handles; send one each")
     return batch
+
+
+def farewell_from(payload: bytes) -> Farewell:
+    """Decode a Farewell. Raises ValueError when it is none."""
+    return wire.decode(Farewell, payload)
 
 
 def rejection_from(payload: bytes) -> Rejection:

@@ -44,6 +44,7 @@ class ServerMetrics:
             ["model_name", "finished_reason"],
             registry=self._registry,
         )
+        self.resumes = self._counter("request_resumes", "Times that a request went on elsewhere, its instance lost.")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that got a first token.")
         self.ttft_s = self._histogram("time_to_first_token_seconds", "Arrival to first token.", LATENCY_BUCKETS_S)
         self.tpot_s = self._histogram(
@@ -84,6 +85,7 @@ class ServerMetrics:
 
     def on_stats(self, stats: RequestStats, decode_s: float) -> None:
         """Record what the scheduler measured of an ended request."""
+        self.resumes.inc(stats.num_resumes)
         self.queue_s.observe(stats.queued_s)
         self.prefill_s.observe(stats.prefill_s)
         self.inference_s.observe(stats.prefill_s + decode_s)

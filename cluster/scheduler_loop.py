@@ -21,7 +21,7 @@ from blockferry.cluster import messages, snapshot
 from blockferry.cluster.clients import Clients
 from blockferry.cluster.health import HealthBoard, TransferTotals
 from blockferry.cluster.idle_audit import IdleAudit
-from blockferry.cluster.messages import Frames, Tag, WorkerId
+from blockferry.cluster.messages import Farewell, Frames, Tag, WorkerId
 from blockferry.cluster.ranks import Ranks
 from blockferry.cluster.refusals import Refusals
 from blockferry.cluster.router import Policy, prefix_affinity
@@ -324,5 +324,6 @@ class SchedulerLoop:
         return self.snapshot
 
     def _say_goodbye(self, reason: str) -> None:
-        self._clients.say_goodbye(messages.encode(Tag.STOP, reason))
+        farewell = Farewell(reason=reason, is_final=self._stop_reason is not None)
+        self._clients.say_goodbye(messages.encode(Tag.STOP, farewell))
         self._ranks.stop_all(reason)

@@ -37,7 +37,7 @@ def create_api(running: Running, api: ApiConfig) -> None:
     """Ask for the HTTP server's process. Raises ValueError when its name is taken."""
     name = actors.api_name(running.config.name)
     actor = ray.remote(actors.ApiActor).options(name=name, num_cpus=api.num_cpus, **_beside_driver())
-    running.api = actor.remote(running.config.model, api)
+    running.api = actor.remote(running.config.model, api, running.config.health)
 
 
 def _beside_driver() -> dict[str, Any]:

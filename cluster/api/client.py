@@ -30,6 +30,7 @@ class RequestOutput:
     stop_token_id: int | None = None  # the stop token that ended it; it is also the last of token_ids
     stats: RequestStats | None = None  # with the last output
     error: str = ""  # with FinishReason.ERROR: what failed
+    is_resumable: bool = False  # with FinishReason.ERROR: it may go on elsewhere. A client that resumes never says so
 
 
 class EngineClient(Protocol):
@@ -42,7 +43,8 @@ class EngineClient(Protocol):
         """Queue a request; iterate its outputs until one has a finish_reason, which is the last.
 
         Raises at the first iteration: RequestRejected when it can never run, QueueFull when the waiting queue
-        is full. Raises InstanceFailed (or ends with FinishReason.ERROR) when the engine is lost midway.
+        is full. A request whose engine is lost goes on elsewhere, without a token twice or missing; where that is
+        not possible in time it ends with FinishReason.ERROR, or raises InstanceFailed if nobody had ever taken it in.
         Closing the iterator does not abort the request: call abort().
         """
 

@@ -47,7 +47,7 @@ def write_deployment(folder: Path, model: Path, text: str = PD, *, port: int = 0
     file = folder / "deployment.yaml"
     file.write_text(
         f"name: cluster-{os.getpid()}\nmodel: {{path: {model}, dtype: float32}}\n"
-        f"cache: {{num_blocks: 64}}\napi: {{port: {port}}}\n{text}"
+        f"cache: {{num_blocks: 64}}\napi: {{port: {port}}}\nhealth: {{resume_timeout_s: 3}}\n{text}"
     )
     return file
 

@@ -53,7 +53,8 @@ class LiveDeployment:
         """Run a coroutine with a connected client."""
 
         async def run() -> Result:
-            client = ZmqEngineClient(self.running.client_endpoint)
+            timeout_s = self.running.config.health.resume_timeout_s
+            client = ZmqEngineClient(self.running.client_endpoint, resume_timeout_s=timeout_s)
             await client.connect()
             try:
                 return await use(client)

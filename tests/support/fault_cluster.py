@@ -74,7 +74,7 @@ scheduler: {{max_num_seqs: 8, max_num_batched_tokens: 256}}
 instances: [{{role: prefill, replicas: 2}}, {{role: decode, replicas: 2}}]
 connector:
   {{{self.connector}, lease_s: {LEASE_S}, transfer_timeout_s: {TRANSFER_TIMEOUT_S}}}
-health: {{silence_limit_s: {SILENCE_LIMIT_S}}}
+health: {{silence_limit_s: {SILENCE_LIMIT_S}, resume_timeout_s: 3}}
 api: {{port: 0}}
 """
 

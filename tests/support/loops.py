@@ -28,18 +28,25 @@ NUM_BLOCKS = 65
 MAX_MODEL_LEN = 256
 
 
+class SchedulerCrash(Exception):
+    """What a test's callback may raise to end the scheduler as a bug would."""
+
+
 class EchoExecutor:
-    """A worker whose next token is always 7; it may be told to fail or to be slow."""
+    """A worker whose next token is always 7, or its position; it may be told to fail or to be slow."""
 
     def __init__(self) -> None:
         self.delay_s = 0.0
         self.error = ""
+        self.says_positions = False
 
     def execute(self, plan: StepPlan) -> StepResult:
         time.sleep(self.delay_s)
         if self.error:
             raise RuntimeError(self.error)
-        return StepResult(step_id=plan.step_id, token_ids=np.full(int(plan.sample.sum()), 7, np.int32))
+        positions = (plan.num_computed + plan.num_scheduled)[plan.sample]
+        token_ids = positions if self.says_positions else np.full(len(positions), 7, np.int32)
+        return StepResult(step_id=plan.step_id, token_ids=token_ids)
 
 
 class InstantFerry:
@@ -123,7 +130,7 @@ def running_loops(
         timing=timing or LoopTiming(),
     )
     scheduler = build_loop(settings, bind_host=bind_host, end_instance=end_instance)
-    scheduler_thread = threading.Thread(target=scheduler.run, name="scheduler")
+    scheduler_thread = threading.Thread(target=_run, args=(scheduler,), name="scheduler")
     scheduler_thread.start()
     ranks = {name: _rank(name, scheduler) for name in roles}
     try:
@@ -140,6 +147,11 @@ def running_loops(
             rank.thread.join(10)
         assert not scheduler_thread.is_alive()
         assert not any(rank.thread.is_alive() for rank in ranks.values())
+
+
+def _run(scheduler: SchedulerLoop) -> None:
+    with contextlib.suppress(SchedulerCrash):
+        scheduler.run()
 
 
 def _rank(name: str, scheduler: SchedulerLoop) -> Rank:
@@ -183,7 +195,7 @@ async def finish(client: ZmqEngineClient, **shape: int):
 
 
 async def connected(rig: Rig) -> ZmqEngineClient:
-    client = ZmqEngineClient(rig.endpoint)
+    client = ZmqEngineClient(rig.endpoint, resume_timeout_s=0.0)  # what is lost ends at once
     await client.connect()
     return client
 

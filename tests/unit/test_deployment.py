@@ -51,6 +51,12 @@ def test_instance_overrides_the_shared_cache_and_scheduler(folder):
     assert (second.cache.num_blocks, second.cache.memory_bytes, second.scheduler.max_num_seqs) == (None, 64 << 20, 8)
 
 
+def test_time_to_resume_is_the_files(folder):
+    health = load(folder, PD + "health: {resume_timeout_s: 2.5}\n").config.health
+    assert (health.resume_timeout_s, health.silence_limit_s) == (2.5, 10.0)
+    assert load(folder, PD).config.health.resume_timeout_s == 30.0
+
+
 @pytest.mark.parametrize(
     ("written", "num_bytes"), [(4096, 4096), ("2GiB", 2 << 30), ("1.5 GB", 1_500_000_000), ("512 mib", 512 << 20)]
 )
