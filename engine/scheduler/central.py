@@ -23,7 +23,8 @@ from blockferry.connectors.offload_base import CopyCommand, CopyEvent
 from blockferry.connectors.pd_scheduler import PdScheduler
 from blockferry.engine.errors import RequestRejected
 from blockferry.engine.request import FinishReason, Request
-from blockferry.engine.scheduler import admission, audit, reports
+from blockferry.engine.scheduler import audit, reports
+from blockferry.engine.scheduler.acceptance import check_route, token_limit
 from blockferry.engine.scheduler.ferried import check_ferriable
 from blockferry.engine.scheduler.handoff import Handoff, HandoffFailed, HandoffOptions
 from blockferry.engine.scheduler.instance import Instance
@@ -122,7 +123,7 @@ class CentralScheduler:
         newcomer = newcomer or self.meet(request)
         source, target = (self.members.serving(one, request) for one in (route.prefill, route.decode))
         self._check(request, source, target)
-        limit = _limit(request, source, target)
+        limit = token_limit(request, source, target)
         prefill_limit = request.num_given_tokens + 1
         is_ferried = source is not target and limit > prefill_limit
         ticket = self._open_ticket(request, route, source)
@@ -278,18 +279,7 @@ class CentralScheduler:
             raise RequestRejected(request.request_id, f"handle {request.handle} is in use; choose another")
         if source is not target and not self._can_ferry:
             raise ValueError(f"no connector joins {source.instance_id} and {target.instance_id}; route to one instance")
-        admission.check_encoder_input(request, max_num_encoder_tokens=source.kv.max_num_encoder_tokens)
-        admission.check_lengths(request, max_model_len=_max_model_len(source, target))
-        num_given_tokens = request.num_given_tokens
-        admission.check_fits_pool(request, source.kv, num_tokens=num_given_tokens, instance_id=source.instance_id)
-        num_stored = max(num_given_tokens, _limit(request, source, target) - 1)
-        admission.check_fits_pool(request, target.kv, num_tokens=num_stored, instance_id=target.instance_id)
-        admission.check_queue(
-            request,
-            num_waiting=len(source.queue),
-            max_queue_len=source.config.max_queue_len,
-            instance_id=source.instance_id,
-        )
+        check_route(request, source, target)
 
     def _open_ticket(self, request: Request, route: Route, source: Instance) -> Ticket:
         priority = 0 if source.config.policy == FCFS else request.priority
@@ -385,14 +375,6 @@ class CentralScheduler:
         return StepOutput(
             finished=tuple(self._finish(one.ticket, FinishReason.ERROR, message=one.message) for one in failed)
         )
-
-
-def _max_model_len(source: Instance, target: Instance) -> int:
-    return min(source.rows.max_model_len, target.rows.max_model_len)
-
-
-def _limit(request: Request, source: Instance, target: Instance) -> int:
-    return admission.token_limit(request, max_model_len=_max_model_len(source, target))
 
 
 def _sequence(ticket: Ticket, instance: Instance, newcomer: Newcomer, *, limit: int, lane: str) -> Sequence:
