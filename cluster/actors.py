@@ -20,7 +20,7 @@ from typing import Any
 
 import ray
 
-from blockferry.cluster.interfaces import interface_of
+from blockferry.cluster.interfaces import interface_of, ucx_devices
 from blockferry.cluster.offload_settings import TierSettings
 from blockferry.cluster.rank_watch import RankWatch
 from blockferry.cluster.scheduler_host import (
@@ -120,7 +120,7 @@ class WorkerActor:
 
     def create_pool(self, plan: InstancePlan, tiers: TierSettings | None) -> bytes:
         """Make the pool and what is behind it; returns its endpoint for peers."""
-        return self._host.create_pool(plan, tiers)
+        return self._host.create_pool(plan, tiers, net_devices=ucx_devices(_address()))
 
     def take_scales(self, own: bytes) -> None:
         """Take the scales in `own`, this rank's endpoint as its peers have it. Before connect() and run()."""

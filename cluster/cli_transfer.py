@@ -49,7 +49,9 @@ def bench_transfer(  # noqa: PLR0913, PLR0917 - one parameter per option
     ] = None,
     src: Annotated[str, typer.Option(help="Node to send from: hostname, IP or start of its id.")] = "",
     dst: Annotated[str, typer.Option(help="Node to send to.")] = "",
-    net_device: Annotated[str, typer.Option(help="Network interface, such as eth0. Default: UCX chooses.")] = "",
+    net_device: Annotated[
+        str, typer.Option(help="Network interface, such as eth0. Default: that of the node's address.")
+    ] = "",
     num_runs: Annotated[int, typer.Option(min=1, help="Repetitions; the median counts.")] = 5,
     time_limit: Annotated[float, typer.Option(min=1.0, help="Seconds after which no new case starts.")] = 300.0,
     json_target: JsonTarget = None,

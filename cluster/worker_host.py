@@ -49,10 +49,10 @@ class WorkerHost:
         self._worker = Worker(spec)
         self._worker.load()
 
-    def create_pool(self, plan: InstancePlan, tiers: TierSettings | None = None) -> bytes:
+    def create_pool(self, plan: InstancePlan, tiers: TierSettings | None = None, *, net_devices: str = "") -> bytes:
         """Make the pool, and tiers behind it, and compute once in it; returns what peers need to reach it.
 
-        Empty where nothing is ferried.
+        Empty where nothing is ferried. net_devices: UCX's NET_DEVICES unless `connector.ucx_options` name them.
         """
         worker, spec = self._need_worker(), self._settings.spec
         own = RankIdentity(
@@ -66,7 +66,7 @@ class WorkerHost:
         connector = self._settings.connector
         if connector is not None:
             self._ferry = PdWorker(
-                open_ucx(connector.ucx_options),
+                open_ucx(connector.ucx_options, net_device=net_devices),
                 own,
                 self._on_transfer_event,
                 PdWorkerOptions(limits=TransferLimits(are_checked=connector.checksums)),

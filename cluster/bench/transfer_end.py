@@ -16,7 +16,7 @@ import numpy as np
 
 from blockferry.cluster.bench.plain_socket import Receipt, Sending, Timed, send, wait_until
 from blockferry.cluster.bench.transfer_pools import Blocks, Grid, PoolContent
-from blockferry.cluster.interfaces import address_of
+from blockferry.cluster.interfaces import address_of, ucx_devices
 from blockferry.connectors import handshake
 from blockferry.connectors.base import (
     PoolLayout,
@@ -62,7 +62,8 @@ class End:
         self._opening = opening
         self._host = address_of(opening.options.net_device) or host
         self._events: queue.SimpleQueue[TransferEvent] = queue.SimpleQueue()
-        self._worker = PdWorker(UcxTransport(opening.options), opening.identity, self._events.put)
+        options = dataclasses.replace(opening.options, net_device=opening.options.net_device or ucx_devices(host))
+        self._worker = PdWorker(UcxTransport(options), opening.identity, self._events.put)
         self._pool = self._worker.allocate(opening.layout.num_bytes)
         self.endpoint = self._worker.endpoint((opening.layout,))
         self._content = PoolContent(self._pool, opening.layout, opening.grid)
