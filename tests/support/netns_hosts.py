@@ -3,6 +3,9 @@
 Every host has its own network, PID, UTS and mount namespace with a private /tmp, home and /dev/shm, so that
 what `ray up` does to one host (start, stop, state files) cannot touch another. A further namespace without
 sshd is the launcher, from which commands are run. Needs root, iproute2, openssh-server and rsync.
+
+    launcher: br0 10.77.0.254 ---- eth0 10.77.0.1 head     and on every host, as Docker leaves it: docker0 172.17.0.1,
+                              ---- eth0 10.77.0.2 w1       up, listed before eth0, leading nowhere
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
 SUBNET = "10.77.0"
+DECOY = "172.17.0.1"  # every host's docker0
 LAUNCHER = "launcher"
 REQUIRED_TOOLS = ("ip", "unshare", "ssh", "ssh-keygen", "rsync", "/usr/sbin/sshd")
 
@@ -50,7 +55,7 @@ class NetnsHosts:
             for path in keep
             if path.resolve().is_relative_to("/root") or path.resolve().is_relative_to("/tmp")
         ]
-        self._daemons: list[subprocess.Popen[bytes]] = []
+        self._daemons: dict[Host, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> NetnsHosts:
         try:
@@ -72,10 +77,8 @@ class NetnsHosts:
 
     def close(self) -> None:
         """End every process of the hosts and remove the namespaces. Idempotent."""
-        for daemon in self._daemons:
-            daemon.kill()  # --kill-child: ends PID 1 of the host's PID namespace and so all in it
-            daemon.wait(timeout=10)
-        self._daemons.clear()
+        for host in list(self._daemons):
+            self._end_processes(host)
         for name in (LAUNCHER, *(host.name for host in self.hosts)):
             subprocess.run(["ip", "netns", "del", self._netns(name)], capture_output=True, check=False)
 
@@ -83,13 +86,24 @@ class NetnsHosts:
         self, command: Sequence[str], *, env: Mapping[str, str], timeout_s: float
     ) -> subprocess.CompletedProcess[str]:
         """Run a command in the launcher's namespaces, which share nothing with the hosts but the bridge."""
-        return subprocess.run(
+        process = self.start(command, env=env)
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def start(
+        self, command: Sequence[str], *, env: Mapping[str, str], errors: IO[str] | int = subprocess.PIPE
+    ) -> subprocess.Popen[str]:
+        """Start a command there. Killing it ends all that it has started."""
+        return subprocess.Popen(
             self._enter(LAUNCHER, "exec " + shlex.join(command)),
             env={**os.environ, **env},
-            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
             text=True,
-            timeout=timeout_s,
-            check=False,
         )
 
     def ssh(self, host: Host, command: str, *, timeout_s: float) -> subprocess.CompletedProcess[str]:
@@ -105,6 +119,32 @@ class NetnsHosts:
     def mend(self, host: Host) -> None:
         """Take it up again."""
         _ip("-n", self._netns(LAUNCHER), "link", "set", self._veth(host), "up")
+
+    def lose(self, host: Host) -> None:
+        """What a power failure does: the host falls silent, and none of its processes lives."""
+        self.cut(host)  # first, so that no kernel says goodbye for them
+        self._end_processes(host)
+
+    def revive(self, host: Host) -> None:
+        """Boot a lost host: its disk is as it was, nothing runs but sshd."""
+        self.mend(host)
+        self._start_sshd(host)
+        self._wait_for_ssh(host)
+
+    @property
+    def lost(self) -> list[Host]:
+        """Hosts that were lost and not revived."""
+        return [host for host in self.hosts if host not in self._daemons]
+
+    def received_bytes(self, host: Host) -> int:
+        """Bytes that a host's link to the others has carried to it so far."""
+        counter = "/sys/class/net/eth0/statistics/rx_bytes"
+        return int(self.ssh(host, f"cat {counter}", timeout_s=20).stdout)
+
+    def _end_processes(self, host: Host) -> None:
+        daemon = self._daemons.pop(host)
+        daemon.kill()  # --kill-child: ends PID 1 of the host's PID namespace and so all in it
+        daemon.wait(timeout=10)
 
     def _veth(self, host: Host) -> str:
         """The bridge's end of a host's link."""
@@ -124,6 +164,10 @@ class NetnsHosts:
             netns, veth = self._netns(host.name), self._veth(host)
             _ip("netns", "add", netns)
             _ip("-n", netns, "link", "set", "lo", "up")
+            _ip("-n", netns, "link", "add", "docker0", "type", "veth", "peer", "name", "container")
+            _ip("-n", netns, "addr", "add", f"{DECOY}/16", "dev", "docker0")
+            _ip("-n", netns, "link", "set", "docker0", "up")
+            _ip("-n", netns, "link", "set", "container", "up")
             _ip("link", "add", veth, "netns", launcher, "type", "veth", "peer", "name", "eth0", "netns", netns)
             _ip("-n", launcher, "link", "set", veth, "master", "br0", "up")
             _ip("-n", netns, "addr", "add", f"{host.address}/24", "dev", "eth0")
@@ -144,12 +188,12 @@ class NetnsHosts:
             f"PidFile {self.scratch / f'sshd_{host.name}.pid'}\n"
             f"AuthorizedKeysFile {self.scratch / 'authorized_keys'}\n"
             "PermitRootLogin prohibit-password\nPasswordAuthentication no\nStrictModes no\nUsePAM no\n"
-            "PrintMotd no\nSetEnv RAY_AUTH_MODE=token HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0\n"
+            "PrintMotd no\nSetEnv HF_HUB_OFFLINE=1\n"
             "MaxStartups 100\nMaxSessions 100\n"
         )
         script = f"exec /usr/sbin/sshd -D -e -f {config}"
-        with (self.scratch / f"sshd_{host.name}.log").open("wb") as log:
-            self._daemons.append(subprocess.Popen(self._enter(host.name, script), stdout=log, stderr=log))
+        with (self.scratch / f"sshd_{host.name}.log").open("ab") as log:
+            self._daemons[host] = subprocess.Popen(self._enter(host.name, script), stdout=log, stderr=log)
 
     def _enter(self, name: str, script: str) -> list[str]:
         """The command line that runs a shell script inside a host's namespaces."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
+import shlex
 import subprocess
 import sys
 import time
@@ -33,10 +34,19 @@ def cluster_yaml(hosts: NetnsHosts) -> dict[str, Any]:
     return document
 
 
-def ray_command(hosts: NetnsHosts, command: str, file: Path) -> subprocess.CompletedProcess[str]:
-    arguments = [str(BIN / "ray"), command, "-y", *(["--no-config-cache"] if command == "up" else []), str(file)]
-    env = {"RAY_UP_enable_autoscaler_v2": "0", "RAY_AUTH_MODE": "token", "PATH": f"{BIN}:/usr/sbin:/usr/bin:/sbin:/bin"}
-    return hosts.launch(arguments, env=env, timeout_s=180)
+def launcher_env() -> dict[str, str]:
+    """What the shipped file says the launching shell needs, and the programs that Ray calls."""
+    return {"RAY_UP_enable_autoscaler_v2": "0", "PATH": f"{BIN}:/usr/sbin:/usr/bin:/sbin:/bin"}
+
+
+def cluster_file(hosts: NetnsHosts) -> Path:
+    return hosts.scratch / "cluster.yaml"
+
+
+def ray_command(hosts: NetnsHosts, command: str) -> subprocess.CompletedProcess[str]:
+    options = ["-y", *(["--no-config-cache"] if command == "up" else [])]
+    arguments = [str(BIN / "ray"), command, *options, str(cluster_file(hosts))]
+    return hosts.launch(arguments, env=launcher_env(), timeout_s=180)
 
 
 def wait_until_gone(hosts: NetnsHosts, host: Host, command: str) -> None:
@@ -44,6 +54,14 @@ def wait_until_gone(hosts: NetnsHosts, host: Host, command: str) -> None:
     deadline = time.monotonic() + 60
     while left := hosts.ssh(host, command, timeout_s=20).stdout:
         assert time.monotonic() < deadline, (host.name, left)
+        time.sleep(1)
+
+
+def wait_until_there(hosts: NetnsHosts, host: Host, command: str) -> None:
+    """Until a command that lists what should be there lists something."""
+    deadline = time.monotonic() + 150
+    while not hosts.ssh(host, command, timeout_s=20).stdout:
+        assert time.monotonic() < deadline, (host.name, command)
         time.sleep(1)
 
 
@@ -56,12 +74,11 @@ def three_hosts(scratch: Path) -> Iterator[NetnsHosts]:
         token.parent.mkdir(parents=True)
         token.write_text(secrets.token_hex(32))
         token.chmod(0o600)
-        file = scratch / "cluster.yaml"
-        file.write_text(yaml.safe_dump(cluster_yaml(hosts)))
-        up = ray_command(hosts, "up", file)
+        cluster_file(hosts).write_text(yaml.safe_dump(cluster_yaml(hosts)))
+        up = ray_command(hosts, "up")
         assert up.returncode == 0, up.stdout[-3000:] + up.stderr[-3000:]
         yield hosts
-        down = ray_command(hosts, "down", file)
+        down = ray_command(hosts, "down")
         assert down.returncode == 0, down.stderr[-3000:]
         for host in hosts.hosts:
             wait_until_gone(hosts, host, "pgrep -x 'raylet|gcs_server'")
@@ -69,7 +86,7 @@ def three_hosts(scratch: Path) -> Iterator[NetnsHosts]:
 
 def on_head(hosts: NetnsHosts, command: str, *, timeout_s: float) -> subprocess.CompletedProcess[str]:
     head: Host = hosts.hosts[0]
-    return hosts.ssh(head, f"export RAY_AUTH_MODE=token; {command}", timeout_s=timeout_s)
+    return hosts.ssh(head, command, timeout_s=timeout_s)
 
 
 def wait_for_nodes(hosts: NetnsHosts, count: int) -> None:
@@ -85,20 +102,25 @@ def wait_for_nodes(hosts: NetnsHosts, count: int) -> None:
 
 @contextlib.contextmanager
 def serving(hosts: NetnsHosts, deployment: str) -> Iterator[Path]:
-    """`blockferry serve` on the head, of a deployment file with this text; yields the file."""
+    """`ray exec cluster.yaml "blockferry serve ..."` of a deployment file with this text; yields the file."""
     config, log = hosts.scratch / "deployment.yaml", hosts.scratch / "serve.log"
     config.write_text(deployment)
-    serve = f"nohup {BIN}/blockferry serve {config} --address auto >{log} 2>&1 & echo $!"
-    pid = on_head(hosts, serve, timeout_s=30).stdout.strip()
+    serve = [str(BIN / "ray"), "exec", str(cluster_file(hosts)), f"blockferry serve {config} --address auto"]
+    log.write_text("")
+    process = hosts.start(["bash", "-c", f"exec {shlex.join(serve)} >{log} 2>&1"], env=launcher_env())
     try:
         deadline = time.monotonic() + 240
         while "is served at" not in log.read_text():
             assert time.monotonic() < deadline, log.read_text()
-            assert on_head(hosts, f"kill -0 {pid}", timeout_s=20).returncode == 0, log.read_text()
+            assert process.poll() is None, log.read_text()
             time.sleep(1)
         yield config
     finally:
-        on_head(hosts, f"kill -TERM {pid}; while kill -0 {pid} 2>/dev/null; do sleep 0.2; done", timeout_s=60)
+        on_head(hosts, "pkill -TERM -f 'blockferry [s]erve'", timeout_s=20)
+        try:
+            process.communicate(timeout=60)
+        finally:
+            process.kill()
 
 
 def status_of(hosts: NetnsHosts) -> dict[str, Any]:
