@@ -12,7 +12,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ async def _ask_in_time(http: httpx.AsyncClient, load: Load, draw: random.Random,
     started_s = time.monotonic()
     try:
         async with asyncio.timeout(patience_s or load.limit_s):
-            ask = _stream if is_streamed else _complete
+            ask = stream if is_streamed else _complete
             text, error = await ask(http, body(load.prompts[number], load.max_tokens))
     except TimeoutError:
         if patience_s is None:
@@ -119,8 +119,10 @@ async def _complete(http: httpx.AsyncClient, request: dict[str, Any]) -> tuple[s
     return document["choices"][0]["text"], ""
 
 
-async def _stream(http: httpx.AsyncClient, request: dict[str, Any]) -> tuple[str, str]:
-    """Text and error of a streamed answer."""
+async def stream(
+    http: httpx.AsyncClient, request: dict[str, Any], on_text: Callable[[], None] = lambda: None
+) -> tuple[str, str]:
+    """Text and error of a streamed answer; on_text is called for every chunk."""
     text, is_done = "", False
     async with http.stream("POST", "/v1/completions", json=request | {"stream": True}) as answer:
         if answer.status_code != 200:
@@ -133,6 +135,7 @@ async def _stream(http: httpx.AsyncClient, request: dict[str, Any]) -> tuple[str
                 if "error" in chunk:
                     return text, str(chunk["error"]["message"])
                 text += chunk["choices"][0]["text"]
+                on_text()
     return (text, "") if is_done else (text, "the stream broke off without a word")
 
 
