@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from blockferry.cluster import cli_output
-from blockferry.cluster.cli_bench_options import JsonTarget, PlotFile, one_line_errors
+from blockferry.cluster.cli_bench_options import JsonTarget, PlotFile, one_line_errors, own_deployment
 from blockferry.cluster.cli_handoff import HANDOFF_HELP_END, bench_handoff
 from blockferry.cluster.cli_offload import OFFLOAD_HELP_END, bench_offload
 from blockferry.cluster.cli_transfer import TRANSFER_HELP_END, bench_transfer
@@ -63,6 +62,15 @@ def bench_serve(  # noqa: PLR0913, PLR0917 - one parameter per option
     rate: Annotated[list[float] | None, typer.Option(help="Open loop, requests per second; repeat for more.")] = None,
     seed: Annotated[int, typer.Option(help="Of lengths, prompts and arrivals.")] = 0,
     num_runs: Annotated[int, typer.Option(min=1, help="Repetitions; the median counts.")] = 1,
+    trace: Annotated[
+        Path | None, typer.Option(help="Replay this Mooncake-style JSONL instead: timestamp, *_length, hash_ids.")
+    ] = None,
+    trace_scale_len: Annotated[int, typer.Option(help="Tokens of a prompt for each 512 of the trace.")] = 512,
+    trace_speed: Annotated[float, typer.Option(help="Times as fast as the trace's clock.")] = 1.0,
+    trace_limit: Annotated[int, typer.Option(help="Requests of the trace, the first ones.")] = 1000,
+    router: Annotated[
+        list[str] | None, typer.Option(help="With --trace and --config: the router's policy; repeat to compare.")
+    ] = None,
     max_duration: Annotated[float, typer.Option(help="Seconds after which a measurement ends.")] = 600.0,
     json_target: JsonTarget = None,
     plot: PlotFile = None,
@@ -70,13 +78,36 @@ def bench_serve(  # noqa: PLR0913, PLR0917 - one parameter per option
     """Measure TTFT, TPOT, ITL, end-to-end latency and tokens per second of any OpenAI endpoint."""
     from blockferry.cluster.bench.report import emit
     from blockferry.cluster.bench.serve import ServeBenchConfig, plot_of, run_serve_bench
+    from blockferry.cluster.deployment import load_deployment
 
+    if router and trace is None:
+        raise ConfigError("--router", "compares policies on a trace; give --trace FILE.jsonl too")
+    if trace is not None:
+        if plot is not None:
+            raise ConfigError("--plot", "a replay has nothing to draw over; leave it out")
+        from blockferry.cluster.bench.replay import ReplayConfig
+        from blockferry.cluster.cli_replay import replay_trace
+
+        with one_line_errors():
+            wanted = ReplayConfig(
+                base_url=url,
+                trace=trace,
+                model=model,
+                block_tokens=trace_scale_len,
+                speed=trace_speed,
+                limit=trace_limit,
+                seed=seed,
+                max_duration_s=max_duration,
+            )
+        replay_trace(wanted, config=config, routers=router or [], json_target=json_target)
+        return
     loops: list[tuple[int | None, float | None]] = [(None, one) for one in rate or []]
     loops += [(one, None) for one in concurrency or ([] if rate else [1, 8, 32])]
     if is_against_ceiling and config is None:
         raise ConfigError("--ceiling", "needs --config, which tells the model, its dtype and its threads")
     with one_line_errors(), contextlib.ExitStack() as stack:
-        served = None if config is None else stack.enter_context(_served(find_config(config)))
+        file = None if config is None else find_config(config)
+        served = None if file is None else stack.enter_context(own_deployment(load_deployment(file), file))
         configs = [
             ServeBenchConfig(
                 base_url=url if served is None else served.url,
@@ -121,19 +152,6 @@ def bench_kv(
 app.command("handoff", epilog=HANDOFF_HELP_END)(bench_handoff)
 app.command("offload", epilog=OFFLOAD_HELP_END)(bench_offload)
 app.command("transfer", epilog=TRANSFER_HELP_END)(bench_transfer)
-
-
-@contextlib.contextmanager
-def _served(file: Path) -> Iterator[Running]:
-    """A deployment of its own, for as long as the benchmark runs."""
-    from blockferry.cluster.deployment import load_deployment
-    from blockferry.cluster.session import Wish, deployed
-
-    with contextlib.ExitStack() as stack:
-        with cli_output.progress_bar() as report:
-            wish = Wish(deployment=load_deployment(file), file=file, address=None, with_api=True)
-            running = stack.enter_context(deployed(wish, report))
-        yield running
 
 
 def _linear_ceiling(served: Running) -> CeilingRows:

@@ -1,4 +1,4 @@
-"""What the options of several `blockferry bench` commands share: where results go, and refusals as one line."""
+"""What several `blockferry bench` commands share: where results go, refusals as one line, a deployment of their own."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from blockferry.cluster import cli_output
 from blockferry.connectors.base import ConnectorError
 from blockferry.engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from blockferry.cluster.deployment import Deployment
+    from blockferry.cluster.running import Running
 
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -77,3 +82,15 @@ def one_line_errors() -> Iterator[None]:
 def number_or_text(value: str) -> int | str:
     """A size as yaml_reader.parse_size takes it: a bare number of bytes, or text with a unit."""
     return int(value) if value.isdigit() else value
+
+
+@contextlib.contextmanager
+def own_deployment(deployment: Deployment, file: Path) -> Iterator[Running]:
+    """A deployment of a benchmark's own, with its HTTP server, for as long as it runs."""
+    from blockferry.cluster.session import Wish, deployed
+
+    with contextlib.ExitStack() as stack:
+        with cli_output.progress_bar() as report:
+            wish = Wish(deployment=deployment, file=file, address=None, with_api=True)
+            running = stack.enter_context(deployed(wish, report))
+        yield running

@@ -2,10 +2,11 @@
 
 Keeps no state and no sockets; a choice can be repeated. Two policies:
 
-    prefix_affinity   prefill: the fewest tokens to compute before the first token comes: those of the prompt that the
-                      instance does not hold, and all that wait there. So a hit draws until the queue is longer than
-                      what it saves. Whoever is within 1/16 of the prompt of the best is as good as the best; of these
-                      the one with the emptiest cache is taken, so that a short common prefix does not draw everybody.
+    prefix_affinity   prefill: the fewest tokens that all have to wait for: those of the prompt that the instance does
+                      not hold, twice, as computing them delays this request and others, and all that wait there. So a
+                      hit draws until the queue is longer by twice what it saves. Whoever costs at most a hit of 1/16
+                      of the prompt more than the best is as good; of these the one with the emptiest cache is taken, so
+                      that a short common prefix does not draw everybody.
                       decode: of those with about the fewest requests, the one that holds most of the prompt.
     least_loaded      the fewest queued tokens, the fewest requests, the most free blocks
 """
@@ -22,7 +23,11 @@ from blockferry.engine.scheduler.newcomer import Found
 from blockferry.engine.scheduler.outputs import Route
 
 NEAR_SHARE = 16
-"""Costs that differ by less than the prompt's tokens over this are equal; so are shares of a prompt or a pool."""
+"""Shares of a prompt, or of a pool, are counted in parts of this many; what differs by less is equal."""
+
+MISSING_WEIGHT = 2
+"""What a token that is computed though another instance holds it costs, in tokens of waiting: its own time, and that of
+the requests behind it, of which there is about one where prefill is busy half of the time."""
 
 ROW_TOKENS = 64
 """What a request that is decoded on a mixed instance costs others, in tokens of prefill."""
@@ -102,15 +107,15 @@ def _route(candidates: Sequence[Candidate], pick_prefill: _Pick, pick_decode: _P
 
 
 def _soonest(choices: Sequence[Candidate], arrival: Arrival) -> Candidate:
-    """Where the first token comes soonest, counted in tokens to compute before it."""
+    """Where the first token comes soonest, for this request and those behind it, counted in tokens to compute."""
     found = {one.instance_id: arrival.found_on(one.instance_id) for one in choices}
     costs = {
-        one.instance_id: found[one.instance_id].num_missing_tokens
+        one.instance_id: MISSING_WEIGHT * found[one.instance_id].num_missing_tokens
         + one.num_missing_tokens
         + (ROW_TOKENS * one.num_assigned if one.role is Role.MIXED else 0)
         for one in choices
     }
-    limit = min(costs.values()) + found[choices[0].instance_id].num_tokens // NEAR_SHARE
+    limit = min(costs.values()) + MISSING_WEIGHT * found[choices[0].instance_id].num_tokens // NEAR_SHARE
     near = [one for one in choices if costs[one.instance_id] <= limit]
     return min(near, key=lambda one: (int(NEAR_SHARE * one.cache_fill), one.num_assigned, _tie(one, arrival)))
 

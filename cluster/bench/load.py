@@ -23,6 +23,7 @@ class Answer:
 
     num_prompt_tokens: int
     num_output_tokens: int = 0
+    num_cached_tokens: int | None = None  # of the prompt, found in a prefix cache; None: the server does not say
     ttft_s: float = 0.0
     e2e_s: float = 0.0
     itl_s: Sequence[float] = ()  # between consecutive events
@@ -99,6 +100,7 @@ async def _stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any]
     return Answer(
         num_prompt_tokens=usage.get("prompt_tokens", len(prompt.token_ids)),
         num_output_tokens=usage.get("completion_tokens", len(times)),
+        num_cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
         ttft_s=times[0] - start_s,
         e2e_s=times[-1] - start_s,
         itl_s=[later - earlier for earlier, later in itertools.pairwise(times)],

@@ -9,13 +9,11 @@ vLLM's serving benchmark: TTFT from send to first event, TPOT = (E2E - TTFT) / (
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import numpy as np
@@ -23,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from blockferry.cluster.bench.load import Answer, Endpoint, Prompt, ask, find_model
+from blockferry.cluster.bench.pacing import Pace, Sender, send_all
 from blockferry.cluster.bench.report import ParamValue, Plot, Report, Result
 
 FIRST_RANDOM_ID = 256  # below are the special tokens of most vocabularies
@@ -106,7 +105,6 @@ class Measured:
 
 
 CeilingRows = Callable[[Measured], Sequence[Result]]
-Sender = Callable[[Prompt], Coroutine[Any, Any, Answer]]
 
 
 async def run_serve_bench(
@@ -122,7 +120,7 @@ async def run_serve_bench(
     could do at best. Raises ValueError when a server cannot be reached or none of its answers comes whole.
     """
     results: list[Result] = []
-    with _progress(console or Console(stderr=True)) as progress:
+    with progress_of(console or Console(stderr=True)) as progress:
         for config in configs:
             runs = []
             for run in range(num_runs):
@@ -151,7 +149,7 @@ async def _measure(config: ServeBenchConfig, progress: Progress) -> Measured:
         endpoint = Endpoint(url=config.url, model=card["id"])
         prompts = random_prompts(config, config.vocab_size or card.get("vocab_size"))
         send = functools.partial(ask, session, endpoint)
-        await _warm_up(prompts[: config.num_warmup], send, progress)
+        await warm_up(prompts[: config.num_warmup], send, progress)
         label = f"{config.concurrency or 'all'} at a time" if config.rate_per_s is None else f"{config.rate_per_s:g}/s"
         bar = progress.add_task(f"{config.input_len} in, {config.output_len} out, {label}", total=config.num_prompts)
 
@@ -161,14 +159,19 @@ async def _measure(config: ServeBenchConfig, progress: Progress) -> Measured:
             return answer
 
         start_s = time.perf_counter()
-        answers = await _run(config, prompts[config.num_warmup :], send_and_show)
+        pace = Pace(
+            arrivals_s=_arrivals_s(config),
+            num_slots=config.concurrency or config.num_prompts,
+            max_duration_s=config.max_duration_s,
+        )
+        answers = await send_all(prompts[config.num_warmup :], send_and_show, pace)
         measured = Measured(config=config, answers=answers, duration_s=time.perf_counter() - start_s)
     if not measured.succeeded:
         raise ValueError(f"no request succeeded at {config.url}: {measured.answers[0].error}")
     return measured
 
 
-async def _warm_up(prompts: Sequence[Prompt], send: Sender, progress: Progress) -> None:
+async def warm_up(prompts: Sequence[Prompt], send: Sender, progress: Progress) -> None:
     """Raises ValueError at the first failure: a server that refuses these refuses all."""
     bar = progress.add_task("warm-up", total=len(prompts), visible=bool(prompts))
     for prompt in prompts:
@@ -178,41 +181,13 @@ async def _warm_up(prompts: Sequence[Prompt], send: Sender, progress: Progress) 
         progress.advance(bar)
 
 
-async def _run(config: ServeBenchConfig, prompts: Sequence[Prompt], send: Sender) -> list[Answer]:
-    """Send every prompt at its time; whatever has not ended after max_duration_s counts as failed."""
-    slots = asyncio.Semaphore(config.concurrency or len(prompts))
-
-    async def send_in_slot(prompt: Prompt) -> Answer:
-        async with slots:
-            return await send(prompt)
-
-    tasks: list[asyncio.Task[Answer]] = []
-    try:
-        async with asyncio.timeout(config.max_duration_s):
-            for prompt, pause_s in zip(prompts, _pauses(config)):
-                if pause_s:
-                    await asyncio.sleep(pause_s)
-                tasks.append(asyncio.create_task(send_in_slot(prompt)))
-            await asyncio.wait(tasks)
-    except TimeoutError:
-        pass
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    late = f"not ended within {config.max_duration_s:g} s"
-    ended = [None if task.cancelled() else task.result() for task in tasks]
-    ended.extend([None] * (len(prompts) - len(tasks)))
-    return [
-        answer or Answer(num_prompt_tokens=len(prompt.token_ids), error=late) for answer, prompt in zip(ended, prompts)
-    ]
-
-
-def _pauses(config: ServeBenchConfig) -> Iterator[float]:
-    """Seconds before each request; none in the closed loop, where slots set the pace."""
+def _arrivals_s(config: ServeBenchConfig) -> Iterator[float]:
+    """When each request is due; at once in the closed loop, where slots set the pace."""
     draw = np.random.default_rng((config.seed, 1))
+    arrival_s = 0.0
     while True:
-        yield 0.0 if config.rate_per_s is None else float(draw.exponential(1 / config.rate_per_s))
+        arrival_s += 0.0 if config.rate_per_s is None else float(draw.exponential(1 / config.rate_per_s))
+        yield arrival_s
 
 
 def random_prompts(config: ServeBenchConfig, vocab_size: int | None) -> list[Prompt]:
@@ -237,24 +212,27 @@ def random_prompts(config: ServeBenchConfig, vocab_size: int | None) -> list[Pro
 
 def summarise(measured: Measured) -> list[Result]:
     """Rows of one measurement: rates, then mean, median and p99 of each latency."""
-    answers, params = measured.succeeded, measured.config.params
-    tpot_s = [value for answer in answers if (value := answer.tpot_s) is not None]
+    return rows_of(measured.answers, duration_s=measured.duration_s, params=measured.config.params)
+
+
+def rows_of(every: Sequence[Answer], *, duration_s: float, params: Mapping[str, ParamValue]) -> list[Result]:
+    """Rates of the answers that came whole, then mean, median and p99 of each latency."""
+    answers = [answer for answer in every if not answer.error]
+    num_prompt_tokens = sum(answer.num_prompt_tokens for answer in answers)
+    num_output_tokens = sum(answer.num_output_tokens for answer in answers)
     latencies = {
         "ttft": [answer.ttft_s for answer in answers],
-        "tpot": tpot_s,
+        "tpot": [value for answer in answers if (value := answer.tpot_s) is not None],
         "itl": [gap_s for answer in answers for gap_s in answer.itl_s],
         "e2e": [answer.e2e_s for answer in answers],
     }
     rates = {
-        "output_throughput": (measured.num_output_tokens / measured.duration_s, "tok/s"),
-        "prompt_throughput": (measured.num_prompt_tokens / measured.duration_s, "tok/s"),
-        "total_throughput": (
-            (measured.num_output_tokens + measured.num_prompt_tokens) / measured.duration_s,
-            "tok/s",
-        ),
-        "request_throughput": (len(answers) / measured.duration_s, "req/s"),
-        "duration": (measured.duration_s, "s"),
-        "failed_requests": (float(len(measured.answers) - len(answers)), "1"),
+        "output_throughput": (num_output_tokens / duration_s, "tok/s"),
+        "prompt_throughput": (num_prompt_tokens / duration_s, "tok/s"),
+        "total_throughput": ((num_output_tokens + num_prompt_tokens) / duration_s, "tok/s"),
+        "request_throughput": (len(answers) / duration_s, "req/s"),
+        "duration": (duration_s, "s"),
+        "failed_requests": (float(len(every) - len(answers)), "1"),
     }
     rows = [Result(name=name, params=params, unit=unit, runs=[value]) for name, (value, unit) in rates.items()]
     for name, values_s in latencies.items():
@@ -281,7 +259,8 @@ def plot_of(configs: Sequence[ServeBenchConfig], path: Path) -> Plot:
     return Plot(path=path, x=x, series="statistic", names=PLOTTED, title="Throughput and latency of the server")
 
 
-def _progress(console: Console) -> Progress:
+def progress_of(console: Console) -> Progress:
+    """Bars of a benchmark that sends requests."""
     return Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
     )

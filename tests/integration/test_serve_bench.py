@@ -10,6 +10,7 @@ from support.api_server import ApiServer
 from support.tiny_engine import TinyEngine
 
 from blockferry.cluster.bench.load import Answer
+from blockferry.cluster.bench.replay import ReplayConfig, replay
 from blockferry.cluster.bench.report import Result, emit
 from blockferry.cluster.bench.serve import Measured, ServeBenchConfig, plot_of, random_prompts, run_serve_bench
 
@@ -116,3 +117,25 @@ def test_prompts_repeat_with_their_seed_and_keep_their_range(server):
 
 def test_one_token_has_no_time_per_output_token():
     assert Answer(num_prompt_tokens=1, num_output_tokens=1, ttft_s=1.0, e2e_s=1.0).tpot_s is None
+
+
+async def test_trace_is_replayed_with_every_request(server, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": 10 * number, "input_length": 1100, "output_length": 128, "hash_ids": [0, 1, number]}
+        for number in range(2, 8)
+    ]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    config = ReplayConfig(base_url=server.url, trace=trace, block_tokens=4)
+    values = {(row.name, row.params.get("statistic")): row.value for row in await replay(config, console=SILENT)}
+    assert values["failed_requests", None] == values["skipped_requests", None] == 0
+    assert values["duration", None] >= 0.05
+    assert values["ideal_hit_rate", None] == pytest.approx(5 * 8 / (6 * 9))
+    assert values["ttft", "median"] >= DELAY_S * 1e3
+
+
+async def test_trace_at_no_server_is_one_clear_error(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [0]}')
+    with pytest.raises(ValueError, match="no OpenAI endpoint answers at"):
+        await replay(ReplayConfig(base_url="http://127.0.0.1:9", trace=trace), console=SILENT)

@@ -70,3 +70,23 @@ def test_a_transfer_that_cannot_be_is_refused_before_anything_starts(options: li
     assert isinstance(result.exception, ConfigError)
     assert complaint in str(result.exception)
     assert len(str(result.exception).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--router", "least_loaded"], "give --trace FILE.jsonl too"),
+        (["--trace", "t.jsonl", "--router", "least_loaded"], "give --config too"),
+        (
+            ["--trace", "t.jsonl", "--config", "smollm2-2p2d-cpu.yaml", "--router", "x"],
+            "'x' is not one of prefix_affinity",
+        ),
+        (["--trace", "t.jsonl", "--trace-scale-len", "0"], "block_tokens=0 is outside 1 .. 512"),
+        (["--trace", "absent.jsonl"], "absent.jsonl cannot be read as a trace"),
+        (["--trace", "t.jsonl", "--plot", "out.png"], "a replay has nothing to draw"),
+    ],
+)
+def test_bad_replay_is_refused_before_anything_starts(options: list[str], complaint: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "serve", *options])
+    assert isinstance(result.exception, ConfigError)
+    assert complaint in str(result.exception)
