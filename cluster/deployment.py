@@ -30,6 +30,7 @@ from blockferry.engine.config import (
     Role,
     RouterConfig,
     SchedulerConfig,
+    api_keys_of_environment,
 )
 from blockferry.engine.errors import ConfigError, ModelLoadError
 from blockferry.engine.models.config import ModelHeader
@@ -282,9 +283,28 @@ def _api(section: Section, base: Path) -> ApiConfig:
         port=section.integer("port", defaults.port, minimum=0, maximum=65535),
         num_cpus=section.number("num_cpus", defaults.num_cpus, minimum=0.0),
         chat_template=path,
+        keys=_api_keys(section, base),
+        max_concurrent_requests=section.integer("max_concurrent_requests", defaults.max_concurrent_requests, minimum=1),
+        max_connections=section.integer("max_connections", defaults.max_connections, minimum=1),
     )
     section.finish()
     return api
+
+
+def _api_keys(section: Section, base: Path) -> tuple[str, ...]:
+    """Those of the file, one a line, and those of the environment."""
+    name = section.text("api_key_file", None)
+    if name is None:
+        return api_keys_of_environment()
+    path = base / Path(name).expanduser()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(section.at("api_key_file"), f"{path} cannot be read: {error}") from None
+    keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(section.at("api_key_file"), f"{path} holds no key; write one a line, or remove the entry")
+    return keys + api_keys_of_environment()
 
 
 def _check_instances(instances: tuple[InstanceConfig, ...], device: Device) -> None:

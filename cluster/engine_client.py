@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import logging
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -27,6 +28,9 @@ from blockferry.engine.request import Request
 
 CONNECT_TIMEOUT_S = 10.0
 MOST_WAITING = 4096  # requests that nobody has taken in yet, while nobody is there; more are refused
+MOST_UNREAD = 4096  # outputs of one request, some 2 MiB: whoever reads no faster fills the memory
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,8 +200,15 @@ class ZmqEngineClient:
 
     def _deliver(self, handle: int, taken: Taken) -> None:
         call = self._calls.get(handle)
-        if call is not None:
+        if call is None:
+            return
+        if call.inbox.num_unread < MOST_UNREAD:
             call.inbox.put(taken)
+            return
+        reason = f"{MOST_UNREAD} outputs of request {call.answer.request_id!r} lay unread, so it was aborted"
+        logger.warning("%s", reason)
+        call.inbox.end(Taken(lost=Lost(reason=reason, is_final=True)))
+        self._tell(Tag.ABORT, handle)
 
 
 def _move(answer: ResumableAnswer, taken: Taken, now_s: float) -> RequestOutput | None:

@@ -13,8 +13,10 @@ import threading
 import uvicorn
 
 from blockferry.cluster.api.app import create_app
+from blockferry.cluster.api.gate import ApiKeys, GateRules
 from blockferry.cluster.api.served_model import ServedModel
 from blockferry.cluster.engine_client import ZmqEngineClient
+from blockferry.cluster.http_connections import ConnectionLimits
 from blockferry.cluster.listen import bind
 from blockferry.cluster.sockets import Endpoint
 from blockferry.engine.config import ApiConfig, HealthConfig, ModelConfig
@@ -53,17 +55,25 @@ class HttpServer:
         self._client, self._loop = client, asyncio.get_running_loop()
         try:
             config = uvicorn.Config(
-                create_app(client, served),
+                create_app(client, served, self._rules()),
+                http="h11",  # which limits a request's head to 64 KiB; httptools does not
                 log_level="warning",
                 access_log=False,
                 timeout_graceful_shutdown=GRACEFUL_STOP_S,
             )
             self._server = uvicorn.Server(config)
+            limits = ConnectionLimits(max_connections=self._api.max_connections)
+            watch = asyncio.create_task(limits.watch(self._server.server_state.connections))
             self._is_ready.set()
             # not serve(): that would take over the signals, which belong to the process's owner
             await self._server._serve([self._socket])
+            watch.cancel()
         finally:
             client.close()
+
+    def _rules(self) -> GateRules:
+        keys = ApiKeys(self._api.keys)
+        return GateRules(keys=keys, max_concurrent_requests=self._api.max_concurrent_requests)
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Whether the server answers within timeout_s. Any thread."""

@@ -30,11 +30,24 @@ class Inbox:
     def __init__(self) -> None:
         self._items: collections.deque[Taken] = collections.deque()
         self._filled = asyncio.Event()
+        self._has_ended = False
+
+    @property
+    def num_unread(self) -> int:
+        """What has come and was not taken."""
+        return len(self._items)
 
     def put(self, item: Taken) -> None:
         """Add what has come; an empty Taken wakes the reader."""
-        self._items.append(item)
-        self._filled.set()
+        if not self._has_ended:
+            self._items.append(item)
+            self._filled.set()
+
+    def end(self, item: Taken) -> None:
+        """Put this in the place of all that was not taken, and let nothing follow it."""
+        self.clear()
+        self.put(item)
+        self._has_ended = True
 
     def clear(self) -> None:
         """Forget what has come."""

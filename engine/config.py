@@ -152,6 +152,9 @@ class ApiConfig:
     port: int = 8000
     num_cpus: float = 0.0
     chat_template: Path | None = None
+    keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)  # one of them must be shown; (): none needed
+    max_concurrent_requests: int = 4096  # then 429
+    max_connections: int = 8192  # of more, those that ask nothing are closed
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,3 +174,8 @@ class DeploymentConfig:
 def cache_dir() -> Path:
     """Where fetched models live: $BLOCKFERRY_CACHE, or ~/.cache/blockferry."""
     return Path(os.environ.get("BLOCKFERRY_CACHE", "~/.cache/blockferry")).expanduser()
+
+
+def api_keys_of_environment() -> tuple[str, ...]:
+    """Keys of the HTTP server: $BLOCKFERRY_API_KEY, several with commas between them."""
+    return tuple(key.strip() for key in os.environ.get("BLOCKFERRY_API_KEY", "").split(",") if key.strip())

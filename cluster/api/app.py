@@ -1,4 +1,4 @@
-"""The HTTP server's routes. Reads bodies, picks the handler, turns every failure into an error object.
+"""The HTTP server's routes. Picks the handler, turns every failure into an error object.
 
 POST /v1/completions  /v1/chat/completions  /tokenize  /detokenize
 GET  /v1/models  /health  /version  /metrics
@@ -18,8 +18,10 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from blockferry.cluster.api import chat, completions
+from blockferry.cluster.api.bodies import BodyReader
 from blockferry.cluster.api.client import EngineClient
 from blockferry.cluster.api.errors import ApiError
+from blockferry.cluster.api.gate import EVERYBODY, Gate, GateRules, gated
 from blockferry.cluster.api.generation import ApiState
 from blockferry.cluster.api.prompts import check_token_ids, from_messages, tokenize
 from blockferry.cluster.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
@@ -30,17 +32,18 @@ from blockferry.engine.errors import BlockferryError
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 32 << 20
 STATUS_TIMEOUT_S = 5.0
 
 
-def create_app(engine: EngineClient, model: ServedModel) -> FastAPI:
-    """The application of one served model. It starts nothing and owns no process."""
+def create_app(engine: EngineClient, model: ServedModel, rules: GateRules = EVERYBODY) -> FastAPI:
+    """The application of one served model, behind a gate. It starts nothing and owns no process."""
     state = ApiState(engine=engine, model=model, metrics=ServerMetrics(model.name))
     app = FastAPI(title="Blockferry", version=_version(), redoc_url=None)
+    bodies = BodyReader()
+    app.add_middleware(Gate, **gated(rules))
     _add_error_handlers(app)
-    _add_generation(app, state)
-    _add_tokenizer(app, model)
+    _add_generation(app, state, bodies)
+    _add_tokenizer(app, model, bodies)
     _add_information(app, state)
     return app
 
@@ -50,18 +53,18 @@ class _Prepared(Protocol):
     def events(self) -> Any: ...
 
 
-def _add_generation(app: FastAPI, state: ApiState) -> None:
+def _add_generation(app: FastAPI, state: ApiState, bodies: BodyReader) -> None:
     @app.post("/v1/completions")
     async def create_completion(request: HttpRequest) -> Response:
         """Continue prompts."""
-        body = parse(CompletionRequest, await _read_body(request))
+        body = parse(CompletionRequest, await bodies.read(request))
         prepared = await completions.prepare(state, body, header_id=request.headers.get("x-request-id"))
         return EventStream(prepared.events()) if body.stream else await _whole(request, prepared)
 
     @app.post("/v1/chat/completions")
     async def create_chat_completion(request: HttpRequest) -> Response:
         """Answer a conversation."""
-        body = parse(ChatRequest, await _read_body(request))
+        body = parse(ChatRequest, await bodies.read(request))
         prepared = await chat.prepare(state, body, header_id=request.headers.get("x-request-id"))
         return EventStream(prepared.events()) if body.stream else await _whole(request, prepared)
 
@@ -70,11 +73,11 @@ async def _whole(request: HttpRequest, prepared: _Prepared) -> Response:
     return JSONResponse(await result_while_connected(request, prepared.respond()))
 
 
-def _add_tokenizer(app: FastAPI, model: ServedModel) -> None:
+def _add_tokenizer(app: FastAPI, model: ServedModel, bodies: BodyReader) -> None:
     @app.post("/tokenize")
     async def tokenize_text(request: HttpRequest) -> Response:
         """Token ids of a prompt or of rendered messages."""
-        body = parse(TokenizeRequest, await _read_body(request))
+        body = parse(TokenizeRequest, await bodies.read(request))
         model.check_name(body.model)
         if body.messages is None:
             with_special = body.add_special_tokens is not False
@@ -102,7 +105,7 @@ def _add_tokenizer(app: FastAPI, model: ServedModel) -> None:
     @app.post("/detokenize")
     async def detokenize_ids(request: HttpRequest) -> Response:
         """Text of token ids."""
-        body = parse(DetokenizeRequest, await _read_body(request))
+        body = parse(DetokenizeRequest, await bodies.read(request))
         model.check_name(body.model)
         check_token_ids(body.tokens, model.vocab_size, "tokens")
         return JSONResponse({"prompt": model.tokenizer.decode(body.tokens, skip_special_tokens=False)})
@@ -147,19 +150,6 @@ async def _snapshot(engine: EngineClient) -> EngineSnapshot | None:
     except (BlockferryError, OSError, TimeoutError) as error:
         logger.warning("the engine's status is unknown: %r", error)
         return None
-
-
-async def _read_body(request: HttpRequest) -> bytes:
-    """The body, refused as soon as it is too long."""
-    chunks, num_bytes = [], 0
-    async for chunk in request.stream():
-        num_bytes += len(chunk)
-        if num_bytes > MAX_BODY_BYTES:
-            raise ApiError(
-                f"the body is longer than {MAX_BODY_BYTES} bytes; send less", status=413, code="body_too_large"
-            )
-        chunks.append(chunk)
-    return b"".join(chunks)
 
 
 def _add_error_handlers(app: FastAPI) -> None:

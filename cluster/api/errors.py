@@ -14,7 +14,6 @@ from starlette.responses import JSONResponse
 from blockferry.engine.errors import BlockferryError, InstanceFailed, QueueFull, RequestRejected
 
 MAX_SHOWN_CHARS = 80
-RETRY_AFTER_S = 1
 
 
 class ApiError(Exception):
@@ -35,8 +34,7 @@ class ApiError(Exception):
 
     def response(self) -> JSONResponse:
         """The error as an HTTP response."""
-        headers = {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else None
-        return JSONResponse(self.body, status_code=self.status, headers=headers)
+        return JSONResponse(self.body, status_code=self.status)
 
     def event(self) -> bytes:
         """The error as a server-sent event, for a stream that has begun."""

@@ -32,7 +32,9 @@ _HEADERS = [
 
 
 class EventStream(Response):
-    """Sends events as they come. Owns the iterator: it is closed in every case."""
+    """Sends events as they come. Owns the iterator: it is closed in every case, also when nobody reads."""
+
+    reader_limit_s = 60.0
 
     def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
         # Response.__init__ would make headers for a body that does not exist yet.
@@ -49,6 +51,9 @@ class EventStream(Response):
         failure: ApiError | None = None
         try:
             await self._send_events(send)
+        except TimeoutError:
+            logger.warning("a client read nothing of its stream for %g s; its request was aborted", self.reader_limit_s)
+            return
         except ApiError as error:
             failure = error
         except Exception:
@@ -63,10 +68,12 @@ class EventStream(Response):
     async def _send_events(self, send: Send) -> None:
         async with contextlib.aclosing(self.events) as events:
             async for chunk in events:
-                if not self._has_begun:
-                    self._has_begun = True
-                    await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                # waits while the client reads too slowly for what the connection buffers
+                async with asyncio.timeout(self.reader_limit_s):
+                    if not self._has_begun:
+                        self._has_begun = True
+                        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
 
 
 def event(chunk: Mapping[str, Any]) -> bytes:

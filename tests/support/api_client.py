@@ -6,19 +6,20 @@ import httpx
 from support.tiny_engine import TinyEngine, served_model
 
 from blockferry.cluster.api.app import create_app
+from blockferry.cluster.api.gate import EVERYBODY, GateRules
 
 
 class ApiClient:
     """One application over one tiny engine."""
 
-    def __init__(self, engine: TinyEngine | None = None, **model_changes) -> None:
+    def __init__(self, engine: TinyEngine | None = None, rules: GateRules = EVERYBODY, **model_changes) -> None:
         self.engine = engine or TinyEngine()
-        self.app = create_app(self.engine, served_model(**model_changes))
+        self.app = create_app(self.engine, served_model(**model_changes), rules)
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
         self._http = httpx.AsyncClient(transport=transport, base_url="http://test")
 
-    async def get(self, path):
-        return await self._http.get(path)
+    async def get(self, path, *, headers=None):
+        return await self._http.get(path, headers=headers)
 
     async def post(self, path, body=None, *, content=None, headers=None):
         data = json.dumps(body).encode() if content is None else content

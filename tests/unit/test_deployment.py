@@ -149,3 +149,22 @@ def test_every_shipped_deployment_is_sound(file, folder):
     (folder / "model" / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 8192}))
     deployment = load_deployment(file, resolve=lambda *_names, **_options: folder / "model")
     assert deployment.config.instances
+
+
+def test_api_keys_are_those_of_the_file_and_of_the_environment(folder, monkeypatch):
+    (folder / "keys").write_text("# ours\none\n\n two \n")
+    monkeypatch.setenv("BLOCKFERRY_API_KEY", "three, four")
+    assert load(folder, PD).config.api.keys == ("three", "four")
+    api = load(folder, PD + "api: {api_key_file: keys, max_concurrent_requests: 7}\n").config.api
+    assert api.keys == ("one", "two", "three", "four")
+    assert api.max_concurrent_requests == 7
+    assert "four" not in repr(api)
+
+
+@pytest.mark.parametrize(("text", "word"), [(None, "cannot be read"), ("# none\n", "holds no key")])
+def test_api_key_file_without_a_key_is_refused(folder, text, word):
+    if text is not None:
+        (folder / "keys").write_text(text)
+    found = refusal(folder, PD + "api: {api_key_file: keys}\n")
+    assert "api.api_key_file" in found
+    assert word in found

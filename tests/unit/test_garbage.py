@@ -305,7 +305,7 @@ async def test_worker_that_cannot_understand_the_scheduler_says_so():
         client = ZmqEngineClient(rig.endpoint)
         await client.connect()
         identity = messages.WorkerId(instance_id="mixed-0", rank=0, channel=messages.Channel.STEPS).to_bytes()
-        rig.scheduler._mailbox.put(lambda: rig.scheduler._workers.send_multipart([identity, b"p", b"\x80"]))
+        rig.scheduler._calls.tell(lambda: rig.scheduler._workers.send_multipart([identity, b"p", b"\x80"]))
         await until(lambda: says(client, "a message of the scheduler cannot be read"))
         client.close()
 
