@@ -202,6 +202,8 @@ class ResumableAnswer:
 
     def _without_repeated(self, output: RequestOutput) -> RequestOutput:
         """Prompt positions that were scored before it was cut are scored again if no token had followed them."""
+        if not output.prompt_logprobs:
+            return output
         num_old = max(0, self._num_prompt_logprobs - self._num_repeated)
         self._num_repeated += len(output.prompt_logprobs)
         self._num_prompt_logprobs = max(self._num_prompt_logprobs, self._num_repeated)

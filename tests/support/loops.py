@@ -20,8 +20,8 @@ from blockferry.connectors.base import TransferCommand, TransferEvent, TransferS
 from blockferry.engine.config import CacheConfig, ConnectorConfig, Role, SchedulerConfig
 from blockferry.engine.kv.reach import KVContent
 from blockferry.engine.kv.spec import AttentionSpec, KVCacheConfig, KVCacheGroup
-from blockferry.engine.request import Request, SamplingParams
-from blockferry.engine.wire import StepPlan, StepResult
+from blockferry.engine.request import Request, SamplingParams, TokenLogprobs
+from blockferry.engine.wire import RowLogprobs, StepPlan, StepResult
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 65
@@ -32,21 +32,51 @@ class SchedulerCrash(Exception):
     """What a test's callback may raise to end the scheduler as a bug would."""
 
 
+class Fault:
+    """Lets the first worker fail that is to draw a token of a position. Shared by workers; nobody else fails."""
+
+    def __init__(self, position: int) -> None:
+        self._positions = {position}
+        self._lock = threading.Lock()
+
+    def strikes(self, positions: np.ndarray) -> bool:
+        with self._lock:
+            hit = self._positions.intersection(positions.tolist())
+            self._positions -= hit
+            return bool(hit)
+
+
 class EchoExecutor:
-    """A worker whose next token is always 7, or its position; it may be told to fail or to be slow."""
+    """A worker whose next token is always 7, or its position; it may be told to fail or to be slow.
+
+    Tokens that are positions come with log probabilities, whether they were asked for or not.
+    """
 
     def __init__(self) -> None:
         self.delay_s = 0.0
         self.error = ""
         self.says_positions = False
+        self.fault: Fault | None = None
 
     def execute(self, plan: StepPlan) -> StepResult:
         time.sleep(self.delay_s)
         if self.error:
             raise RuntimeError(self.error)
         positions = (plan.num_computed + plan.num_scheduled)[plan.sample]
-        token_ids = positions if self.says_positions else np.full(len(positions), 7, np.int32)
-        return StepResult(step_id=plan.step_id, token_ids=token_ids)
+        if self.fault is not None and self.fault.strikes(positions):
+            raise RuntimeError("told to fail")
+        if not self.says_positions:
+            return StepResult(step_id=plan.step_id, token_ids=np.full(len(positions), 7, np.int32))
+        rows = zip(plan.rows[plan.sample].tolist(), positions.tolist(), strict=True)
+        logprobs = tuple(_logprobs(row, position) for row, position in rows)
+        return StepResult(step_id=plan.step_id, token_ids=positions, logprobs=logprobs)
+
+
+def _logprobs(row: int, position: int) -> RowLogprobs:
+    entry = TokenLogprobs(
+        token_ids=np.array([position], np.int32), logprobs=np.array([-position / 100], np.float32), rank=1
+    )
+    return RowLogprobs(row=row, first_position=position, is_prompt=False, entries=(entry,))
 
 
 class InstantFerry:

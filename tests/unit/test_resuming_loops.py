@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 
 import pytest
-from support.loops import Rig, SchedulerCrash, request, running_loops, until
+from support.loops import Fault, Rig, SchedulerCrash, request, running_loops, until
 
 from blockferry.cluster.engine_client import ZmqEngineClient
 from blockferry.cluster.scheduler_loop import LoopTiming
@@ -69,6 +69,17 @@ async def test_request_whose_instance_fails_goes_on_at_another_one(roles, role):
     assert token_ids == WHOLE
     assert (last.finish_reason, last.stats.num_resumes) == (FinishReason.LENGTH, 1)
     assert (last.stats.num_prompt_tokens, last.stats.num_output_tokens) == (20, NUM_OUTPUT)
+
+
+@pytest.mark.parametrize("position", [20, 21, 40, 59])  # at 20 where the prompt is computed
+async def test_request_goes_on_wherever_its_instance_fails(position):
+    fault = Fault(position)
+    with running_loops(PREFILLS | DECODES) as rig:
+        for rank in rig.ranks.values():
+            rank.executor.says_positions, rank.executor.fault = True, fault
+        async with connected(rig) as client:
+            token_ids, last = await read(client)
+    assert (token_ids, last.stats.num_resumes) == (WHOLE, 1)
 
 
 async def has_ended(client: ZmqEngineClient) -> bool:
