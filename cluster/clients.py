@@ -18,7 +18,7 @@ from blockferry.cluster import messages
 from blockferry.cluster.client_table import ClientTable
 from blockferry.cluster.health import HealthBoard
 from blockferry.cluster.messages import Frames, Rejection, RejectionKind, Tag
-from blockferry.cluster.router import Candidate, Policy, has_route
+from blockferry.cluster.router import Candidate, Policy, candidate_of, has_route
 from blockferry.cluster.sockets import send
 from blockferry.engine import wire
 from blockferry.engine.errors import QueueFull
@@ -134,22 +134,16 @@ class Clients:
         return None
 
     def _candidates(self) -> list[Candidate]:
-        candidates = []
-        for member in self._central.members:
-            if member.state is MemberState.SERVING and self._health.has_all_ranks(member.instance_id):
-                load = self._central.load(member.instance_id)
-                candidates.append(
-                    Candidate(
-                        instance_id=member.instance_id,
-                        role=member.instance.role,
-                        num_queued_tokens=load.num_queued_tokens,
-                        num_missing_tokens=load.num_missing_tokens,
-                        num_assigned=self._table.num_assigned(member.instance_id),
-                        num_free_blocks=load.num_free_blocks,
-                        cache_fill=min(1.0, load.num_cached_keys / load.num_usable_blocks),
-                    )
-                )
-        return candidates
+        return [
+            candidate_of(
+                self._central.load(member.instance_id),
+                instance_id=member.instance_id,
+                role=member.instance.role,
+                num_assigned=self._table.num_assigned(member.instance_id),
+            )
+            for member in self._central.members
+            if member.state is MemberState.SERVING and self._health.has_all_ranks(member.instance_id)
+        ]
 
     def _on_abort(self, identity: bytes, payload: bytes) -> None:
         handle = self._table.find(identity, wire.decode(int, payload))

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from blockferry.engine.config import Role
 from blockferry.engine.scheduler.newcomer import Found
-from blockferry.engine.scheduler.outputs import Route
+from blockferry.engine.scheduler.outputs import InstanceLoad, Route
 
 NEAR_SHARE = 16
 """Shares of a prompt, or of a pool, are counted in parts of this many; what differs by less is equal."""
@@ -44,6 +44,19 @@ class Candidate:
     num_assigned: int  # unfinished requests that are or will be here
     num_free_blocks: int
     cache_fill: float  # findable blocks, held or not, of all that there are; 0 to 1
+
+
+def candidate_of(load: InstanceLoad, *, instance_id: str, role: Role, num_assigned: int) -> Candidate:
+    """A live instance by its load and the unfinished requests that were sent there."""
+    return Candidate(
+        instance_id=instance_id,
+        role=role,
+        num_queued_tokens=load.num_queued_tokens,
+        num_missing_tokens=load.num_missing_tokens,
+        num_assigned=num_assigned,
+        num_free_blocks=load.num_free_blocks,
+        cache_fill=min(1.0, load.num_cached_keys / load.num_usable_blocks),
+    )
 
 
 class Arrival(Protocol):

@@ -10,6 +10,7 @@ come in three mixes: full attention alone; full and five sliding windows; full, 
     pool_start      s to make a ledger
     pool_bytes      bytes of a ledger all of whose blocks are cached
     scheduler_step  see scheduler_step.py
+    route           see route_choice.py
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from blockferry.cluster.bench import scheduler_step
+from blockferry.cluster.bench import route_choice, scheduler_step
 from blockferry.cluster.bench.report import Report, Result
 from blockferry.engine.kv.assembly import LedgerOptions
 from blockferry.engine.kv.manager import AllocateOptions, KVCacheManager
@@ -47,6 +48,7 @@ class KvBenchConfig:
     mixes: tuple[str, ...] = ("full", "full+5sliding", "full+sliding+mamba")
     prefill_tokens: tuple[int, ...] = (4096, 32768)
     prefill_shares: tuple[float, ...] = (0.0, 0.5, 0.9)  # cached share of the prompt
+    route_tokens: tuple[int, ...] = (1000, 32000)  # of a prompt that is routed
     num_churn_requests: int = 2000
     num_pool_blocks: int = 1 << 20
     num_runs: int = 5
@@ -85,6 +87,7 @@ def _cases(config: KvBenchConfig) -> list[tuple[str, Callable[[], list[Result]]]
             cases.append((f"decode_step, {mix}, {num_rows} rows", measure_decode))
     if config.scheduler_rows:
         cases.append(("scheduler_step", lambda: scheduler_step.measure(config.scheduler_rows, num_runs=1)))
+    cases.append(("route", lambda: route_choice.measure(config.route_tokens, num_runs=1)))
     for mix in config.mixes:
         for num_tokens in config.prefill_tokens:
             for shared in config.prefill_shares:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support.simulator import VOCAB_SIZE, Shape, SimCluster
 
-from blockferry.cluster.router import Candidate, Policy, least_loaded, prefix_affinity
+from blockferry.cluster.router import Candidate, Policy, candidate_of, least_loaded, prefix_affinity
 from blockferry.engine.config import Role
 from blockferry.engine.request import Request, SamplingParams
 
@@ -65,21 +65,15 @@ def shape(instance_id: str, role: Role) -> Shape:
 
 
 def candidates(cluster: SimCluster, assigned: Counter[str]) -> list[Candidate]:
-    found = []
-    for instance in cluster.instances.values():
-        load = cluster.central.load(instance.instance_id)
-        found.append(
-            Candidate(
-                instance_id=instance.instance_id,
-                role=instance.role,
-                num_queued_tokens=load.num_queued_tokens,
-                num_missing_tokens=load.num_missing_tokens,
-                num_assigned=assigned[instance.instance_id],
-                num_free_blocks=load.num_free_blocks,
-                cache_fill=load.num_cached_keys / load.num_usable_blocks,
-            )
+    return [
+        candidate_of(
+            cluster.central.load(instance_id),
+            instance_id=instance_id,
+            role=instance.role,
+            num_assigned=assigned[instance_id],
         )
-    return found
+        for instance_id, instance in cluster.instances.items()
+    ]
 
 
 def replay(turns: list[Turn], policy: Policy) -> SimCluster:
