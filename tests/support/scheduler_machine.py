@@ -52,19 +52,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         super().__init__()
         self.next_handle = 0
         self.rejected: set[int] = set()
+        self.resumed: set[int] = set()
         self.num_joined = 0
 
     @property
     def routes(self) -> list[Route]:
-        """Every way through the instances that there are, also through those that take nothing any more."""
-        instances = self.cluster.instances.values()
-        pairs = [(one.instance_id, one.instance_id) for one in instances]
-        pairs[:0] = [
+        """Every way through the instances that serve: hand-overs first, then those that stay where they are."""
+        serving = [self.cluster.instances[instance_id] for instance_id in self.serving()]
+        pairs = [
             (source.instance_id, target.instance_id)
-            for source in instances
-            for target in instances
+            for source in serving
+            for target in serving
             if (source.role, target.role) == (Role.PREFILL, Role.DECODE)
         ]
+        pairs += [(one.instance_id, one.instance_id) for one in serving]
         return [Route(prefill=prefill, decode=decode) for prefill, decode in pairs]
 
     # instances
@@ -91,7 +92,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def remove(self, data):
         instance_id = data.draw(st.sampled_from(sorted(self.cluster.instances)))
-        if self.cluster.state(instance_id) in ("drained", "failed"):
+        state = self.cluster.state(instance_id)
+        if state != "serving":
+            with pytest.raises(RequestRejected, match="retry elsewhere"):
+                self.cluster.add(self.next_handle, [1], Route(prefill=instance_id, decode=instance_id))
+        if state in ("drained", "failed"):
             self.cluster.remove_instance(instance_id)
         else:
             with pytest.raises(ValueError, match="only one that is drained or failed"):
@@ -160,6 +165,22 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.cluster.add(handle, prompt, route, given=given, **options)
         except RequestRejected:
             self.rejected.add(handle)
+
+    @precondition(lambda self: self.resumable())
+    @rule(data=st.data())
+    def resume(self, data):
+        handle = data.draw(st.sampled_from(self.resumable()))
+        try:
+            self.cluster.resume(handle, data.draw(st.sampled_from(self.routes)), as_handle=self.next_handle)
+        except RequestRejected:
+            return
+        self.resumed.add(handle)
+        self.next_handle += 1
+
+    def resumable(self) -> list[int]:
+        """Requests that may be sent again, and were not."""
+        ended = self.cluster.finished.items()
+        return [handle for handle, end in ended if end.is_resumable and handle not in self.resumed]
 
     @precondition(lambda self: self.cluster.central.num_unfinished)
     @rule(data=st.data())

@@ -173,8 +173,8 @@ class SimCluster:
 
     def state(self, instance_id: str) -> str:
         """Its state; empty once it is forgotten."""
-        entries = {one["instance_id"]: one["state"] for one in self.central.status()["instances"]}
-        return entries.get(instance_id, "")
+        members = self.central.members
+        return members.find(instance_id).state.value if instance_id in members else ""
 
     # verbs
 
@@ -186,10 +186,19 @@ class SimCluster:
             priority=priority,
             output_token_ids=np.asarray(given, np.int32),
         )
-        self.central.add(request, route)
-        self.requests[handle] = request
-        self.tokens[handle] = list(given)
+        self._send(request, route)
         return request
+
+    def resume(self, handle: int, route: Route, *, as_handle: int) -> None:
+        """A request that ended as resumable is sent again, with its tokens so far."""
+        assert self.finished[handle].is_resumable, handle
+        given = np.asarray(self.tokens[handle], np.int32)
+        self._send(dataclasses.replace(self.requests[handle], handle=as_handle, output_token_ids=given), route)
+
+    def _send(self, request: Request, route: Route) -> None:
+        self.central.add(request, route)
+        self.requests[request.handle] = request
+        self.tokens[request.handle] = request.output_token_ids.tolist()
 
     def drawn(self, prompt, *, priority: int = 0, **sampling) -> list[int]:
         """What a request's output may have been when it was cut, at most: it goes on after that, or is complete."""
