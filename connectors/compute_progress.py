@@ -19,11 +19,14 @@ class StepMark(NamedTuple):
     layer_id: int
 
 
+_NOTHING = StepMark(-1, ALL_LAYERS)
+
+
 class ComputeProgress:
     """A mark that the model thread moves."""
 
     def __init__(self) -> None:
-        self._reached = StepMark(-1, ALL_LAYERS)
+        self._reached = _NOTHING
         self._awaited: StepMark | None = None
         self._wake: Callable[[], None] = _nobody
 
@@ -35,6 +38,10 @@ class ComputeProgress:
         awaited = self._awaited
         if awaited is not None and awaited <= self._reached:
             self._wake()
+
+    def reset(self) -> None:
+        """Steps are numbered anew. While none is computed, and no transfer waits for one."""
+        self._reached = _NOTHING
 
     # --- the transfer thread
 

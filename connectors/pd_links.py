@@ -6,7 +6,8 @@ Owns every Peer. Used by the transfer thread only; starts no thread and reports 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -71,6 +72,35 @@ class Link:
         """Close the current connection."""
         if self._peer is not None:
             self.drop(self._peer)
+
+
+class Connecting:
+    """Links that are coming up together. Asked again and again, so that nothing else waits for them."""
+
+    def __init__(self, links: Mapping[str, Sequence[Link]], *, timeout_s: float) -> None:
+        """`links`: by instance. Raises TransportError, with all of them closed, when one cannot even begin."""
+        self.links = links
+        self._timeout_s = timeout_s
+        self.deadline_s = time.monotonic() + timeout_s
+        try:
+            self._flushes = [(link, link.peer().flush()) for group in links.values() for link in group]
+        except TransportError:
+            self.close()
+            raise
+
+    def is_up(self) -> bool:
+        """Whether every peer has answered. Raises TransportError for the first that cannot, or not in time."""
+        self._flushes = [(link, flush) for link, flush in self._flushes if not flush.poll()]
+        if self._flushes and time.monotonic() > self.deadline_s:
+            names = ", ".join(link.name for link, _ in self._flushes)
+            raise TransportError(f"connecting to {names}: no answer within {self._timeout_s:g} s")
+        return not self._flushes
+
+    def close(self) -> None:
+        """Give them all up."""
+        for group in self.links.values():
+            for link in group:
+                link.close()
 
 
 PartCut = Callable[[TransferPart, PoolLayout, PoolLayout], TransferPart]  # of a part, source, destination

@@ -168,6 +168,16 @@ class Transfers:
         for transfer in self._active.values():
             self._end(transfer, TransferState.CANCELLED, reason)
 
+    @property
+    def are_settled(self) -> bool:
+        """Whether no byte of any transfer can land any more, those that were reported too."""
+        return not self._active and not self._late
+
+    def forget(self) -> None:
+        """Forget how transfers ended, so that their numbers may come again. Only when all are settled."""
+        assert self.are_settled, (list(self._active), len(self._late))
+        self._ended.clear()
+
     def fail_all(self, reason: str) -> None:
         """Report every transfer as failed at once; the caller closes the links."""
         for transfer in list(self._active.values()):

@@ -30,10 +30,13 @@ from blockferry.connectors.base import (
     TransportError,
 )
 from blockferry.connectors.compute_progress import ComputeProgress
-from blockferry.connectors.pd_links import Link
+from blockferry.connectors.pd_links import Connecting, Link
 from blockferry.connectors.pd_transfers import TransferLimits, Transfers
 
 logger = logging.getLogger(__name__)
+
+_CONNECT_POLL_S = 0.05  # how often links that are coming up are looked at, at least
+_Done = concurrent.futures.Future[None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +53,7 @@ class PdWorker:
     """A rank's end of every transfer that its instance executes, and the server of those of its peers.
 
     allocate() -> endpoint() -> connect() -> start()/cancel() ... -> close(). allocate() and endpoint() belong to
-    one thread; start(), cancel(), connect() and close() may be called from any.
+    one thread; start(), cancel(), connect(), disconnect(), reset() and close() may be called from any.
     """
 
     def __init__(
@@ -76,6 +79,8 @@ class PdWorker:
         self._links: dict[str, list[Link]] = {}  # by instance
         self._messages: queue.SimpleQueue[Callable[[Transfers], None]] = queue.SimpleQueue()
         self._transfers: Transfers | None = None  # the transfer thread's
+        self._connecting: list[tuple[Connecting, _Done]] = []
+        self._resets: list[_Done] = []  # that wait until all transfers are settled
         self._is_closing = False
         self._turned_s = 0.0  # when the transfer thread last went round
         self._thread: threading.Thread | None = None
@@ -150,10 +155,29 @@ class PdWorker:
                 by_instance.setdefault(peer.instance_id, []).append(peer)
         for peers in by_instance.values():
             handshake.check_coverage(self._own, peers)
-        done: concurrent.futures.Future[None] = concurrent.futures.Future()
+        done: _Done = _Done()
         self._post(lambda _: self._connect(by_instance, done))
+        self._await(done, self._options.connect_timeout_s + self._options.idle_wait_s)
+
+    def disconnect(self, instance_id: str) -> None:
+        """Drop the connections to an instance that has left; transfers with it fail. Unknown: no-op."""
+        self._post(lambda _: self._disconnect(instance_id))
+
+    def reset(self, *, timeout_s: float) -> None:
+        """Cancel every transfer, wait until no byte of any can land, and forget them: numbers may come again.
+
+        For another scheduler; connections stay. Raises TransportError when that takes longer than timeout_s.
+        """
+        done: _Done = _Done()
+        self._post(lambda transfers: self._begin_reset(transfers, done))
         try:
-            done.result(self._options.connect_timeout_s + self._options.idle_wait_s)
+            done.result(timeout_s)
+        except TimeoutError as error:
+            raise TransportError(f"transfers of {self._name} have not quiesced within {timeout_s:g} s") from error
+
+    def _await(self, done: _Done, timeout_s: float) -> None:
+        try:
+            done.result(timeout_s)
         except TimeoutError as error:
             raise TransportError(f"the transfer thread of {self._name} does not answer") from error
 
@@ -227,6 +251,8 @@ class PdWorker:
                     return
                 has_moved = self._transport.progress()
                 has_moved |= transfers.advance()
+                has_moved |= self._advance_connecting()
+                has_moved |= self._advance_resets(transfers)
                 if not has_moved and self._messages.empty():
                     self._wait(transfers)
         finally:
@@ -238,7 +264,9 @@ class PdWorker:
         mark = transfers.next_mark()
         self._progress.await_mark(mark, self._transport.wake)
         if mark is None or not self._progress.has_reached(mark):
-            self._transport.wait(min(self._options.idle_wait_s, transfers.next_deadline_s() - time.monotonic()))
+            is_waited_for = bool(self._connecting or self._resets)
+            limit_s = _CONNECT_POLL_S if is_waited_for else self._options.idle_wait_s
+            self._transport.wait(min(limit_s, transfers.next_deadline_s() - time.monotonic()))
 
     def _take_messages(self, transfers: Transfers) -> None:
         while not self._messages.empty():
@@ -249,34 +277,49 @@ class PdWorker:
         self._links.clear()  # what starts after this fails; parts under way hold their links
         transfers.cancel_all("the worker is closing")
 
-    def _connect(self, by_instance: dict[str, list[PoolEndpoint]], done: concurrent.futures.Future[None]) -> None:
+    def _connect(self, by_instance: dict[str, list[PoolEndpoint]], done: _Done) -> None:
         assert self._region is not None
         region = self._region
         links = {
             instance_id: [Link(self._transport, local=region, endpoint=peer) for peer in peers]
             for instance_id, peers in by_instance.items()
         }
-        everyone = [link for group in links.values() for link in group]
         try:
-            self._bring_up(everyone)
+            self._connecting.append((Connecting(links, timeout_s=self._options.connect_timeout_s), done))
         except TransportError as error:
-            for link in everyone:
-                link.close()
             done.set_exception(error)
-            return
-        for instance_id, group in links.items():
-            for old in self._links.get(instance_id, ()):
-                old.close()
-            self._links[instance_id] = group
-        done.set_result(None)
 
-    def _bring_up(self, links: Sequence[Link]) -> None:
-        """Wait until every connection is up. Serves peers meanwhile, or two ranks would wait for each other."""
-        deadline_s = time.monotonic() + self._options.connect_timeout_s
-        flushes = [(link, link.peer().flush()) for link in links]
-        while flushes := [(link, flush) for link, flush in flushes if not flush.poll()]:
-            if time.monotonic() > deadline_s:
-                names = ", ".join(link.name for link, _ in flushes)
-                raise TransportError(f"connecting to {names}: no answer within {self._options.connect_timeout_s:g} s")
-            if not self._transport.progress():
-                self._transport.wait(0.05)
+    def _advance_connecting(self) -> bool:
+        """Take in links that are up; True when any are, or are given up. Transfers go on meanwhile, and peers' too."""
+        before, self._connecting = self._connecting, []
+        for connecting, done in before:
+            try:
+                if not connecting.is_up():
+                    self._connecting.append((connecting, done))
+                    continue
+            except TransportError as error:
+                connecting.close()
+                done.set_exception(error)
+                continue
+            for instance_id, group in connecting.links.items():
+                self._disconnect(instance_id)
+                self._links[instance_id] = list(group)
+            done.set_result(None)
+        return len(self._connecting) < len(before)
+
+    def _disconnect(self, instance_id: str) -> None:
+        for link in self._links.pop(instance_id, ()):
+            link.close()
+
+    def _begin_reset(self, transfers: Transfers, done: _Done) -> None:
+        transfers.cancel_all("another scheduler takes over")
+        self._resets.append(done)
+
+    def _advance_resets(self, transfers: Transfers) -> bool:
+        if not self._resets or not transfers.are_settled:
+            return False
+        transfers.forget()
+        for done in self._resets:
+            done.set_result(None)
+        self._resets.clear()
+        return True
