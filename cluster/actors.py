@@ -134,6 +134,14 @@ class WorkerActor:
         """Serve until the scheduler says stop; returns the reason."""
         return self._host.run(reachable(endpoints, node_id=scheduler_node_id))
 
+    def disconnect(self, instance_id: str) -> None:
+        """Drop the connections to an instance that has left."""
+        self._host.disconnect(instance_id)
+
+    def reset(self) -> None:
+        """End run() and forget what its scheduler, which is lost, has told; see WorkerHost.reset()."""
+        self._host.reset()
+
     def shutdown(self) -> None:
         """Stop and release everything."""
         self._host.stop()

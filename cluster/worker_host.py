@@ -3,12 +3,14 @@
 Owns their order of construction and closing. Runs in any process, with or without Ray.
 
     check -> load -> create_pool -> take_scales -> connect -> run (until stopped) -> close
+                                                                ^-- reset, for another scheduler
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -24,20 +26,31 @@ from blockferry.connectors.offload_worker import OffloadWorker
 from blockferry.connectors.pd_transfers import TransferLimits
 from blockferry.connectors.pd_worker import PdWorker, PdWorkerOptions
 from blockferry.connectors.transport import open_ucx
+from blockferry.engine.errors import BlockferryError
 from blockferry.engine.kv.instance_plan import InstancePlan
 from blockferry.engine.worker.pool_memory import Allocate
 from blockferry.engine.worker.worker import Worker, check_checkpoint
 
 
+RESET_TIMEOUT_S = 30.0  # of each wait: for the step that is being computed, and for transfers under way
+
+
+class WorkerBusy(BlockferryError):
+    """A rank did not let go of what it did; only the end of its process ends it."""
+
+
 class WorkerHost:
-    """One rank of one instance. One call at a time, except stop(), and connect() beside run()."""
+    """One rank of one instance. One call at a time, but stop(), connect(), disconnect() and reset() beside run()."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
         self._worker: Worker | None = None
         self._ferry: PdWorker | None = None
         self._offload: OffloadWorker | None = None
+        self._open_tiers: Callable[[], OffloadWorker] | None = None  # anew, where there are tiers
         self._loop: WorkerLoop | None = None
+        self._is_at_rest = threading.Event()  # run() is not under way
+        self._is_at_rest.set()
 
     def check(self) -> None:
         """Whether load() could succeed, as far as this rank can tell without the others. Raises ModelLoadError."""
@@ -81,13 +94,20 @@ class WorkerHost:
 
         worker.init_cache(plan, remember)
         worker.warm_up()
-        executor: Executor = worker
         if tiers is not None:
-            pool = RankPool(memory=pools[-1], layouts=worker.layouts())
-            self._offload = open_offload(tiers, own, pool, self._on_copy_event, deployment=self._settings.deployment)
-            executor = GatedExecutor(worker, self._offload)
-        self._loop = WorkerLoop(instance_id=own.instance_id, rank=own.rank, executor=executor)
+            pool, deployment = RankPool(memory=pools[-1], layouts=worker.layouts()), self._settings.deployment
+            self._open_tiers = lambda: open_offload(tiers, own, pool, self._on_copy_event, deployment=deployment)
+        self._make_loop()
         return b"" if self._ferry is None else self._ferry.endpoint(worker.layouts())
+
+    def _make_loop(self) -> None:
+        """What serves one scheduler: steps, jobs and reports are numbered for it alone."""
+        executor: Executor = self._need_worker()
+        if self._open_tiers is not None:
+            self._offload = self._open_tiers()
+            executor = GatedExecutor(executor, self._offload)
+        spec = self._settings.spec
+        self._loop = WorkerLoop(instance_id=self._settings.instance_id, rank=spec.rank, executor=executor)
 
     def take_scales(self, own: bytes) -> None:
         """Take the scales that all ranks agreed upon, in this rank's endpoint. Before connect() and run()."""
@@ -107,8 +127,37 @@ class WorkerHost:
     def run(self, endpoint: Endpoint) -> str:
         """Serve the scheduler at `endpoint` on this thread until it says stop; returns its reason."""
         assert self._loop is not None, "create_pool() comes first"
-        self._loop.run(endpoint, self._ferry, self._offload)
+        assert self._is_at_rest.is_set(), "run() is under way"
+        self._is_at_rest.clear()
+        try:
+            self._loop.run(endpoint, self._ferry, self._offload)
+        finally:
+            self._is_at_rest.set()
         return self._loop.stop_reason
+
+    def disconnect(self, instance_id: str) -> None:
+        """Drop the connections to an instance that has left. Unknown: no-op."""
+        if self._ferry is not None:
+            self._ferry.disconnect(instance_id)
+
+    def reset(self) -> None:
+        """End run(), which has lost its scheduler, and forget all that it was told: run() may be called again.
+
+        No byte moves any more when it returns, and nothing is cached. Raises WorkerBusy or TransportError when a step
+        or a transfer does not end; nothing but the end of the process helps then.
+        """
+        self.stop()
+        if not self._is_at_rest.wait(RESET_TIMEOUT_S):
+            raise WorkerBusy(
+                f"{self._settings.instance_id} rank {self._settings.spec.rank} computes a step that has not ended "
+                f"within {RESET_TIMEOUT_S:g} s; restart the instance"
+            )
+        if self._ferry is not None:
+            self._ferry.reset(timeout_s=RESET_TIMEOUT_S)
+        if self._offload is not None:
+            self._offload.close()
+        self._need_worker().reset()
+        self._make_loop()
 
     def stop(self) -> None:
         """End run() soon. Any thread."""

@@ -210,6 +210,12 @@ class Worker:
         for plan in warm_up_plans(self.spec, self._cache.plan.ledger, self._cache.plan.model.num_encoder_tokens):
             self.execute(plan)
 
+    def reset(self) -> None:
+        """Forget every row and how far steps were computed, for another scheduler. While no plan is executed."""
+        for row in range(self.spec.max_rows):
+            self._forget(row)
+        self.progress.reset()
+
     @property
     def _kv_heads(self) -> Span:
         config = ModelConfig(self.model.header.values)
@@ -258,10 +264,7 @@ class Worker:
     def _apply(self, plan: StepPlan) -> None:
         """Rows, tables and pages as the plan wants them before it is computed."""
         for row in plan.freed_rows.tolist():
-            self._rows.clear(row)
-            self._unencoded.pop(row, None)
-            for table in self._tables:
-                table.clear(row)
+            self._forget(row)
         for new_row in plan.new_rows:
             self._rows.assign(
                 new_row.row,
@@ -278,6 +281,12 @@ class Worker:
             for group in range(len(self._groups)):
                 self._cache.views.zero_blocks(group, plan.zero[plan.zero[:, 0] == group, 1])
                 self._cache.views.copy_blocks(group, plan.copies[plan.copies[:, 0] == group, 1:])
+
+    def _forget(self, row: int) -> None:
+        self._rows.clear(row)
+        self._unencoded.pop(row, None)
+        for table in self._tables:
+            table.clear(row)
 
     def _compute(self, plan: StepPlan) -> StepOutcome:
         cache, parallel = self._cache, self._parallel
