@@ -260,6 +260,10 @@ class ApiActor:
         _log_to_stderr()
         self._server = HttpServer(model, api, health)
 
+    def place(self) -> Place:
+        """Where the server runs."""
+        return _place()
+
     def open(self) -> str:
         """Bind the port; returns the server's base URL."""
         return self._server.open()

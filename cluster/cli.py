@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer._click.exceptions import ClickException
 
-from blockferry.cluster import cli_bench, cli_kv, cli_output, cli_plan
-from blockferry.cluster.interrupt import Interrupted, stop_signals
+from blockferry.cluster import cli_bench, cli_kv, cli_output, cli_plan, cli_scale
+from blockferry.cluster.interrupt import Interrupted, stop_signals, until_stopped
 from blockferry.cluster.launch_progress import Progress, Report
 from blockferry.cluster.shipped import find_config
 from blockferry.engine.errors import BlockferryError
@@ -37,6 +36,8 @@ app = typer.Typer(
 app.add_typer(cli_bench.app, name="bench")
 app.add_typer(cli_kv.app, name="kv")
 app.command("plan")(cli_plan.plan_command)
+app.command("scale")(cli_scale.scale)
+app.command("restart")(cli_scale.restart)
 
 ConfigFile = Annotated[
     Path,
@@ -76,8 +77,8 @@ def fetch_model(name: Annotated[str, typer.Argument(metavar="NAME", help="Such a
 
 @app.command()
 def serve(config: ConfigFile, address: Address = None) -> None:
-    """Bring a deployment up and serve HTTP until Ctrl-C or SIGTERM."""
-    from blockferry.cluster.actor_calls import LaunchError
+    """Bring a deployment up and serve HTTP until Ctrl-C or SIGTERM; what dies meanwhile is started again."""
+    from blockferry.cluster.serving import keep_up
     from blockferry.cluster.session import Wish, deployed
 
     with contextlib.ExitStack() as stack:
@@ -88,10 +89,7 @@ def serve(config: ConfigFile, address: Address = None) -> None:
             running = stack.enter_context(deployed(wish, report))
         cli_output.print_line(f"{deployment.config.model.served_name} is served at {running.url}")
         stack.enter_context(stop_signals.noted())
-        while not (ended := running.find_ended()):
-            stop_signals.check()
-            time.sleep(0.2)
-        raise LaunchError("; ".join(f"{name} has ended: {reason}" for name, reason in ended.items()))
+        asyncio.run(until_stopped(keep_up(running)))
 
 
 @app.command()

@@ -14,7 +14,8 @@ from blockferry.cluster.actor_calls import LaunchError
 from blockferry.cluster.deployment import Deployment
 from blockferry.cluster.interrupt import until_stopped
 from blockferry.cluster.launch_progress import Progress, Report
-from blockferry.cluster.running import InstanceRun, Running
+from blockferry.cluster.running import Running
+from blockferry.cluster.supervision import Phase
 
 
 def launch(deployment: Deployment, report: Report, *, with_api: bool) -> Running:
@@ -29,10 +30,9 @@ def launch(deployment: Deployment, report: Report, *, with_api: bool) -> Running
         PlacementError: the cluster lacks resources.
         LaunchError: an actor failed or took too long. Nothing is left running either way.
     """
-    named = placement.name_instances(deployment.config)
-    running = Running(
-        deployment=deployment, instances={placed.instance_id: InstanceRun(placed=placed) for placed in named}
-    )
+    running = Running(deployment=deployment)
+    for placed in placement.name_instances(deployment.config):
+        running.name_next(placed.index)
     try:
         asyncio.run(until_stopped(_launch(running, report, with_api=with_api)))
     except BaseException:
@@ -52,7 +52,11 @@ async def _launch(running: Running, report: Report, *, with_api: bool) -> None:
     await bring_up.load(instances, report)
     await bring_up.make_pools(running.deployment, instances, report)
     await bring_up.connect(config, instances, [], report)
-    await services.start_scheduler(running, report)
+    failures = await services.start_scheduler(running, instances, report)
+    for instance_id, reason in failures.items():
+        raise LaunchError(f"instance {instance_id} has failed: {reason}")
+    for instance in instances:
+        instance.phase = Phase.SERVING
     if with_api:
         await services.serve_api(running, report)
 

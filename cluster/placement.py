@@ -85,7 +85,9 @@ def total_resources(instances: Sequence[PlacedInstance]) -> dict[str, float]:
     return total
 
 
-def find_shortage(instances: Sequence[PlacedInstance], nodes: Sequence[Node]) -> str:
+def find_shortage(
+    instances: Sequence[PlacedInstance], nodes: Sequence[Node], *, who: str = "the deployment needs"
+) -> str:
     """The first resource that the cluster lacks, with key path, amounts and remedy; empty when none."""
     for instance in instances:
         for name, amount in stage_resources(instance.config).items():
@@ -102,12 +104,10 @@ def find_shortage(instances: Sequence[PlacedInstance], nodes: Sequence[Node]) ->
         total = sum(node.total.get(name, 0.0) for node in nodes)
         free = sum(node.free.get(name, 0.0) for node in nodes)
         if amount > total:
-            return (
-                f"the deployment needs {amount:g} {name}; the cluster has {total:g} on {len(nodes)} node(s); add nodes"
-            )
+            return f"{who} {amount:g} {name}; the cluster has {total:g} on {len(nodes)} node(s); add nodes"
         if amount > free:
             return (
-                f"the deployment needs {amount:g} {name}; {free:g} of the cluster's {total:g} are free; "
+                f"{who} {amount:g} {name}; {free:g} of the cluster's {total:g} are free; "
                 "stop what uses the rest, or add nodes"
             )
     return ""

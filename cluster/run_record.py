@@ -34,6 +34,7 @@ class RunRecord:
     url: str  # "" without an HTTP server
     pid: int  # of the process that brought it up
     ray_auth_mode: str = ""  # what RAY_AUTH_MODE must be to connect there
+    control: str = ""  # path of the socket on which that process takes commands; "": it takes none
 
     @property
     def client(self) -> Endpoint:
@@ -50,6 +51,11 @@ def _this_host() -> str:
     return f"{socket.gethostname()}-{os.stat('/proc/self/ns/pid').st_ino}"
 
 
+def control_path(name: str) -> Path:
+    """Where this host's process that serves a deployment takes commands."""
+    return _folder() / f"{name}@{_this_host()}.sock"
+
+
 def write_record(record: RunRecord) -> Path:
     """Leave a note; whoever writes it removes it."""
     _folder().mkdir(parents=True, exist_ok=True)
@@ -59,6 +65,13 @@ def write_record(record: RunRecord) -> Path:
     draft.write_text(json.dumps(dataclasses.asdict(record), indent=2))
     draft.replace(path)
     return path
+
+
+def change_record(name: str, **changes: str) -> None:
+    """Change fields of the note that this process has left."""
+    record = find_record(name)
+    if record is not None and record.pid == os.getpid():
+        write_record(dataclasses.replace(record, **changes))  # type: ignore[arg-type]  # the fields that are text
 
 
 def read_records() -> list[RunRecord]:

@@ -21,7 +21,8 @@ from blockferry.cluster.offload_host import remove_files
 from blockferry.cluster.offload_settings import TierSettings
 from blockferry.cluster.placement import PlacedInstance
 from blockferry.cluster.sockets import Endpoint, Endpoints
-from blockferry.engine.config import DeploymentConfig
+from blockferry.cluster.supervision import Phase
+from blockferry.engine.config import DeploymentConfig, Role
 from blockferry.engine.kv.instance_plan import InstancePlan
 
 SCHEDULER, API = "scheduler", "api"
@@ -32,6 +33,7 @@ class InstanceRun:
     """One instance's processes, from their reservation to their end; filled in step by step by bring_up."""
 
     placed: PlacedInstance
+    phase: Phase = Phase.COMING
     group: PlacementGroup | None = None
     ranks: list[Any] = dataclasses.field(default_factory=list)  # actor handles
     places: list[Place] = dataclasses.field(default_factory=list)  # of the ranks
@@ -55,12 +57,17 @@ class Running:
     api: Any = None
     url: str = ""
     client_endpoints: Endpoints | None = None
+    num_named: dict[Role, int] = dataclasses.field(default_factory=dict)  # instances, in the deployment's whole life
     runs: dict[str, Any] = dataclasses.field(default_factory=dict)  # run() references of SCHEDULER and API
 
     @property
     def config(self) -> DeploymentConfig:
         """What was asked for at the start."""
         return self.deployment.config
+
+    def in_phase(self, *phases: Phase) -> list[InstanceRun]:
+        """Instances, in the order in which they were asked for."""
+        return [instance for instance in self.instances.values() if instance.phase in phases]
 
     @property
     def workers(self) -> dict[str, list[Any]]:
@@ -72,6 +79,15 @@ class Running:
         """Where clients on this machine connect."""
         assert self.client_endpoints is not None, "the scheduler is not up"
         return self.client_endpoints.local
+
+    def name_next(self, index: int) -> InstanceRun:
+        """One instance more of the shape at this index, under a name that none had before."""
+        shape = self.config.instances[index]
+        number = self.num_named.get(shape.role, 0)
+        self.num_named[shape.role] = number + 1
+        placed = PlacedInstance(instance_id=f"{shape.role.value}-{number}", index=index, config=shape)
+        self.instances[placed.instance_id] = InstanceRun(placed=placed)
+        return self.instances[placed.instance_id]
 
     def find_ended(self) -> dict[str, str]:
         """How scheduler or API have ended, by name; empty while both run. Does not wait."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -20,7 +21,7 @@ from blockferry.cluster.bring_up import settings_of, worker_places
 from blockferry.cluster.deployment import is_disaggregated
 from blockferry.cluster.launch_progress import Progress, Report
 from blockferry.cluster.ray_session import NAMESPACE
-from blockferry.cluster.running import API, SCHEDULER, Running
+from blockferry.cluster.running import API, SCHEDULER, InstanceRun, Running
 from blockferry.cluster.scheduler_host import SchedulerSettings
 from blockferry.cluster.scheduler_loop import LoopTiming
 from blockferry.engine.config import ApiConfig
@@ -51,25 +52,50 @@ def _beside_driver() -> dict[str, Any]:
 
 async def open_port(running: Running) -> None:
     """Have the HTTP server bind its port."""
-    (running.url,) = await gather({"api": running.api.open.remote()}, "opening the port", silent)
+    (running.url,) = await gather({API: running.api.open.remote()}, "opening the port", silent)
 
 
-async def start_scheduler(running: Running, report: Report) -> None:
-    """Give the scheduler every instance that is up and wait until all ranks have joined it."""
-    settings = _scheduler_settings(running)
-    calls = {"scheduler": running.scheduler.prepare.remote(settings, running.workers)}
+async def start_scheduler(running: Running, instances: Sequence[InstanceRun], report: Report) -> dict[str, str]:
+    """Give the scheduler instances that are up and wait until all ranks have joined; why those that failed did."""
+    settings = _scheduler_settings(running, instances)
+    workers = {instance.instance_id: instance.ranks for instance in instances}
+    calls = {SCHEDULER: running.scheduler.prepare.remote(settings, workers)}
     (running.client_endpoints,) = await gather(calls, "starting the scheduler", report)
     running.runs[SCHEDULER] = running.scheduler.run.remote()
     deadline_s = time.monotonic() + STEP_TIMEOUT_S
-    while not (await gather({"scheduler": running.scheduler.is_complete.remote()}, "joining", silent))[0]:
+    while not _have_joined(instances, await instance_states(running)):
         _raise_if_ended(running)
         if time.monotonic() > deadline_s:
             raise LaunchError(f"workers did not join the scheduler within {STEP_TIMEOUT_S:g} s")
         await asyncio.sleep(POLL_S)
+    states = await instance_states(running)
+    return {instance_id: one.reason for instance_id, one in states.items() if one.state == "failed"}
 
 
-def _scheduler_settings(running: Running) -> SchedulerSettings:
-    config, instances = running.config, running.instances.values()
+def _have_joined(instances: Sequence[InstanceRun], states: Mapping[str, InstanceState]) -> bool:
+    known = [states.get(instance.instance_id) for instance in instances]
+    return all(one is not None and one.state != "starting" for one in known)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceState:
+    """What the scheduler says of an instance."""
+
+    state: str
+    reason: str
+
+
+async def instance_states(running: Running) -> dict[str, InstanceState]:
+    """The scheduler's word on every instance, at most a second old; empty before it runs."""
+    (status,) = await gather({SCHEDULER: running.scheduler.status.remote()}, "asking for its status", silent)
+    return {
+        one["instance_id"]: InstanceState(state=one["state"], reason=one["reason"])
+        for one in status.get("instances", ())
+    }
+
+
+def _scheduler_settings(running: Running, instances: Sequence[InstanceRun]) -> SchedulerSettings:
+    config = running.config
     here = ray.get_runtime_context().get_node_id()
     return SchedulerSettings(
         deployment=config.name,
@@ -93,7 +119,7 @@ async def serve_api(running: Running, report: Report) -> None:
     while not ray.wait([ready], timeout=0)[0]:
         _raise_if_ended(running)
         await asyncio.sleep(POLL_S)
-    (is_ready,) = await gather({"api": ready}, "starting the HTTP server", silent)
+    (is_ready,) = await gather({API: ready}, "starting the HTTP server", silent)
     if not is_ready:
         raise LaunchError(f"the HTTP server was not ready within {STEP_TIMEOUT_S:g} s")
 

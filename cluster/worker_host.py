@@ -31,7 +31,6 @@ from blockferry.engine.kv.instance_plan import InstancePlan
 from blockferry.engine.worker.pool_memory import Allocate
 from blockferry.engine.worker.worker import Worker, check_checkpoint
 
-
 RESET_TIMEOUT_S = 30.0  # of each wait: for the step that is being computed, and for transfers under way
 
 
@@ -97,17 +96,8 @@ class WorkerHost:
         if tiers is not None:
             pool, deployment = RankPool(memory=pools[-1], layouts=worker.layouts()), self._settings.deployment
             self._open_tiers = lambda: open_offload(tiers, own, pool, self._on_copy_event, deployment=deployment)
-        self._make_loop()
-        return b"" if self._ferry is None else self._ferry.endpoint(worker.layouts())
-
-    def _make_loop(self) -> None:
-        """What serves one scheduler: steps, jobs and reports are numbered for it alone."""
-        executor: Executor = self._need_worker()
-        if self._open_tiers is not None:
             self._offload = self._open_tiers()
-            executor = GatedExecutor(executor, self._offload)
-        spec = self._settings.spec
-        self._loop = WorkerLoop(instance_id=self._settings.instance_id, rank=spec.rank, executor=executor)
+        return b"" if self._ferry is None else self._ferry.endpoint(worker.layouts())
 
     def take_scales(self, own: bytes) -> None:
         """Take the scales that all ranks agreed upon, in this rank's endpoint. Before connect() and run()."""
@@ -126,14 +116,17 @@ class WorkerHost:
 
     def run(self, endpoint: Endpoint) -> str:
         """Serve the scheduler at `endpoint` on this thread until it says stop; returns its reason."""
-        assert self._loop is not None, "create_pool() comes first"
+        worker = self._need_worker()
         assert self._is_at_rest.is_set(), "run() is under way"
         self._is_at_rest.clear()
         try:
+            executor: Executor = worker if self._offload is None else GatedExecutor(worker, self._offload)
+            # steps, jobs and reports are numbered for one scheduler
+            self._loop = WorkerLoop(instance_id=self._settings.instance_id, rank=worker.spec.rank, executor=executor)
             self._loop.run(endpoint, self._ferry, self._offload)
+            return self._loop.stop_reason
         finally:
             self._is_at_rest.set()
-        return self._loop.stop_reason
 
     def disconnect(self, instance_id: str) -> None:
         """Drop the connections to an instance that has left. Unknown: no-op."""
@@ -154,10 +147,10 @@ class WorkerHost:
             )
         if self._ferry is not None:
             self._ferry.reset(timeout_s=RESET_TIMEOUT_S)
-        if self._offload is not None:
+        if self._offload is not None and self._open_tiers is not None:
             self._offload.close()
+            self._offload = self._open_tiers()
         self._need_worker().reset()
-        self._make_loop()
 
     def stop(self) -> None:
         """End run() soon. Any thread."""
