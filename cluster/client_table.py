@@ -62,6 +62,8 @@ class ClientTable:
         self._handles[owner.client].pop(owner.client_handle, None)
         for instance_id in {owner.route.prefill, owner.route.decode}:
             self._num_assigned[instance_id] -= 1
+            if not self._num_assigned[instance_id]:  # it may be one that left after it had done its part
+                del self._num_assigned[instance_id]
 
     def find(self, client: bytes, client_handle: int) -> int | None:
         """Deployment-wide handle of a client's request; None when it is unknown or finished."""
@@ -70,10 +72,6 @@ class ClientTable:
     def num_assigned(self, instance_id: str) -> int:
         """Unfinished requests that prefill or decode on an instance."""
         return self._num_assigned.get(instance_id, 0)
-
-    def forget_instance(self, instance_id: str) -> None:
-        """An instance that no unfinished request uses has left."""
-        self._num_assigned.pop(instance_id, None)
 
     def leave(self, client: bytes) -> list[int]:
         """Forget a client that is gone; returns the handles of its unfinished requests, to be aborted."""

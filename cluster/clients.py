@@ -96,10 +96,6 @@ class Clients:
         for client in self._table.clients:
             send(self._socket, client, frames)
 
-    def forget_instance(self, instance_id: str) -> None:
-        """An instance that no unfinished request uses has left."""
-        self._table.forget_instance(instance_id)
-
     # messages of clients
 
     def _on_hello(self, identity: bytes, _payload: bytes) -> None:

@@ -267,7 +267,6 @@ class SchedulerLoop:
         for instance_id in self._central.take_removed():
             logger.info("instance %s has left", instance_id)
             self._ranks.remove(instance_id, "its instance was removed")
-            self._clients.forget_instance(instance_id)
 
     # --- every pass
 
