@@ -220,11 +220,11 @@ class SchedulerActor:
         self._ready_loop().drain(instance_id, deadline_s)
 
     def remove_instance(self, instance_id: str) -> None:
-        """Forget an instance that is drained or has failed; its ranks are told to stop.
+        """Forget an instance that is drained or has failed; its ranks are told to stop. A starting one is given up.
 
         A failed one stays listed until its processes have ended and no byte of theirs can land, and is not wanted any
         more from now on: add what replaces it before, or /health says that nothing is missing. Raises ValueError, with
-        its state, for one that is neither drained nor failed.
+        its state, for one that serves or drains.
         """
         self._ready_loop().remove_instance(instance_id)
         self._watch.forget(instance_id)

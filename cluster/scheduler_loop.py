@@ -129,7 +129,7 @@ class SchedulerLoop:
     def remove_instance(self, instance_id: str) -> None:
         """Forget an instance, now or when no byte of it can land, and tell its ranks. As add_instance().
 
-        See CentralScheduler.remove_instance().
+        One that is still starting is given up first. See CentralScheduler.remove_instance().
         """
         self._calls.ask(lambda: self._remove_instance(instance_id))
 
@@ -255,6 +255,9 @@ class SchedulerLoop:
         self._refresh_snapshot()
 
     def _remove_instance(self, instance_id: str) -> None:
+        member = self._central.members.find(instance_id)
+        if member.state is MemberState.SERVING and not self._health.has_all_ranks(instance_id):
+            self._fail(instance_id, "it was removed before all of its ranks had connected")
         self._central.remove_instance(instance_id)
         self._forget_removed()
         self._refresh_snapshot()

@@ -1,5 +1,8 @@
 """Instances that join, drain, fail and leave a running deployment."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 from support.simulator import Shape, SimCluster
@@ -289,6 +292,21 @@ def test_decode_instance_that_failed_is_forgotten_though_bytes_may_land_in_it():
     assert cluster.state("d") == ""
     cluster.finish_transfer(0, TransferState.FAILED)
     cluster.check()
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_nothing_of_an_instance_that_has_left_is_kept(is_lost):
+    cluster = ferrying()
+    instance = weakref.ref(cluster.instances["p"])
+    if is_lost:
+        cluster.fail("p")
+        cluster.end_processes("p")
+    else:
+        cluster.central.drain("p", 1000.0)
+    cluster.drain()
+    cluster.remove_instance("p")
+    gc.collect()
+    assert instance() is None
 
 
 def test_others_go_on_when_an_instance_has_left():

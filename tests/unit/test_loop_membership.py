@@ -105,6 +105,19 @@ async def test_instance_in_use_is_not_removed():
         client.close()
 
 
+async def test_instance_that_does_not_come_up_is_given_up_when_it_is_removed():
+    ended: list[str] = []
+    with running_loops(MIXED, end_instance=ended.append) as rig:
+        client = await connected(rig)
+        rig.scheduler.add_instance(make_instance(instance_settings("mixed-1", Role.MIXED), max_model_len=MAX_MODEL_LEN))
+        rig.scheduler.remove_instance("mixed-1")
+        status = await client.status()
+        assert (ended, status["healthy"]) == (["mixed-1"], True)
+        rig.scheduler.report_gone("mixed-1")
+        await until_state(client, "mixed-1", None)
+        client.close()
+
+
 async def test_failed_instance_counts_until_it_is_told_to_leave():
     ended: list[str] = []
     with running_loops({"mixed-0": Role.MIXED, "mixed-1": Role.MIXED}, end_instance=ended.append) as rig:
