@@ -96,6 +96,22 @@ async def test_removed_instance_is_told_to_stop_and_not_listed():
         client.close()
 
 
+async def test_request_goes_on_when_the_instance_that_computed_its_prompt_has_left():
+    with running_loops({"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}) as rig:
+        client = await connected(rig)
+        rig.ranks["decode-0"].executor.delay_s = 0.01
+        stream = client.submit(request(client.next_handle(), max_tokens=50))
+        num_tokens = [len((await anext(stream)).token_ids) for _ in range(2)]
+        rig.scheduler.drain("prefill-0", 10.0)
+        await until_state(client, "prefill-0", "drained")
+        rig.scheduler.remove_instance("prefill-0")
+        outputs = [output async for output in stream]
+        assert sum(num_tokens) + sum(len(output.token_ids) for output in outputs) == 50
+        assert outputs[-1].finish_reason is FinishReason.LENGTH
+        assert await states(client) == {"decode-0": "serving"}
+        client.close()
+
+
 async def test_instance_in_use_is_not_removed():
     with running_loops(MIXED) as rig:
         with pytest.raises(ValueError, match="instance mixed-0 is serving"):
