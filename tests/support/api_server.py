@@ -13,9 +13,10 @@ from blockferry.cluster.api.app import create_app
 class ApiServer:
     """uvicorn on a free loopback port, in a thread of its own."""
 
-    def __init__(self, engine):
+    def __init__(self, engine, **model_changes):
         self.engine = engine
-        config = uvicorn.Config(create_app(engine, served_model()), log_level="warning", lifespan="off")
+        app = create_app(engine, served_model(**model_changes))
+        config = uvicorn.Config(app, http="h11", log_level="warning", lifespan="off")
         self._server = uvicorn.Server(config)
         self._socket = socket.create_server(("127.0.0.1", 0))
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],))

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 import socket
 import time
@@ -195,6 +196,23 @@ async def test_stream_that_nobody_reads_is_ended_and_its_request_aborted(caplog,
         await asyncio.wait_for(EventStream(events())({"type": "http"}, receive, send), 5)
     assert is_closed.is_set()
     assert ["read nothing of its stream" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_client_that_reads_nothing_takes_a_bounded_buffer_and_then_loses_its_request(monkeypatch):
+    monkeypatch.setattr(EventStream, "reader_limit_s", 0.2)
+    engine = TinyEngine(lambda request: [10] * 100_000)
+    body = json.dumps({"prompt": "x", "max_tokens": 100_000, "stream": True, "logprobs": 5}).encode()
+    with ApiServer(engine, max_model_len=200_000) as server, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        wait_until(lambda: bool(engine.running))
+        (connection,) = server._server.server_state.connections
+        buffered = []
+        wait_until(lambda: buffered.append(connection.transport.get_write_buffer_size()) or not engine.running)
+    assert engine.aborted
+    assert max(buffered) < 256 << 10
 
 
 async def test_request_whose_outputs_lie_unread_is_aborted(monkeypatch, caplog):

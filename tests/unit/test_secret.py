@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
+from blockferry.cluster import sockets
 from blockferry.cluster.refusals import Refusals
 from blockferry.cluster.secret import ClusterSecret
 from blockferry.cluster.sockets import Binding, BoundRouter, Endpoint, bind_router, connect_dealer
@@ -24,8 +25,10 @@ def context() -> Iterator[zmq.Context]:
 
 
 @pytest.fixture
-def router(context: zmq.Context) -> BoundRouter:
-    return bind_router(context, Binding(host="127.0.0.1", secret=OWN))
+def router(context: zmq.Context) -> Iterator[BoundRouter]:
+    made = bind_router(context, Binding(host="127.0.0.1", secret=OWN))
+    yield made
+    made.socket.close()
 
 
 def dealer(context: zmq.Context, endpoint: Endpoint) -> zmq.Socket:
@@ -89,6 +92,32 @@ def test_garbage_is_refused(router, side, data):
         stranger.sendall(data)
     read_until(refusals, lambda: refusals.num_refused > 0)
     assert not router.socket.poll(50)
+
+
+@pytest.fixture
+def tight(monkeypatch):
+    """Limits that a test can reach; before the router is bound."""
+    monkeypatch.setattr(sockets, "HANDSHAKE_LIMIT_S", 0.5)
+    monkeypatch.setattr(sockets, "MAX_MESSAGE_BYTES", 1000)
+
+
+@pytest.mark.parametrize("side", ["local", "remote"])
+def test_connection_without_a_handshake_is_closed_when_its_time_is_over(tight, router, side):
+    refusals = Refusals([router.socket])
+    with open_socket(getattr(router.endpoints, side)) as silent:
+        read_until(refusals, lambda: refusals.num_refused > 0)
+        while silent.recv(1000):
+            """What ZeroMQ says first."""
+
+
+@pytest.mark.parametrize("side", ["local", "remote"])
+def test_message_beyond_the_limit_is_not_taken_in(tight, context, router, side):
+    with dealer(context, getattr(router.endpoints, side)) as peer:
+        peer.send(bytes(900))
+        assert router.socket.poll(5000)
+        assert len(router.socket.recv_multipart()[1]) == 900
+        peer.send(bytes(1001))
+        assert not router.socket.poll(200)
 
 
 def test_each_source_is_logged_once(router, caplog):
