@@ -74,6 +74,7 @@ def check_deployment(file: Path, *, address: str | None) -> list[Finding]:
         _check_name(config),
         _check_packages(config),
         _check_port(config),
+        _check_keys(config),
         check_weights(config.model.path),
         _check_lengths(deployment),
         _check_cluster(config, address) if address is not None else check_machine(deployment),
@@ -111,6 +112,14 @@ def _check_port(config: DeploymentConfig) -> Iterator[Finding]:
         yield _error("api.port", str(error))
     else:
         yield _ok("api.port", f"{config.api.host}:{config.api.port} is free")
+
+
+def _check_keys(config: DeploymentConfig) -> Iterator[Finding]:
+    api = config.api
+    if not api.keys and not api.host.startswith("127.") and api.host not in ("localhost", "::1"):
+        yield _warning(
+            "api.host", f"{api.host} can be reached from other hosts, and no key is asked for; set api.api_key_file"
+        )
 
 
 def check_weights(folder: Path) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from blockferry.cluster.messages import Frames
 from blockferry.cluster.secret import ClusterSecret
 
 HANDSHAKE_LIMIT_S = 10.0  # then a connection that has not proved that it knows the secret is closed
-MAX_MESSAGE_BYTES = 64 << 20  # that the bound side takes: a request of the longest prompt, a step's logprobs
+MAX_MESSAGE_BYTES = 32 << 20  # that the bound side takes: the logprobs of a step of 100,000 tokens, 20 each
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,6 +45,15 @@ def test_busy_port_is_found(folder):
     assert f"127.0.0.1:{port}" in message
 
 
+def test_server_for_other_hosts_without_a_key_is_a_warning(folder):
+    (folder / "keys").write_text("sesame\n")
+    level, message = findings(folder, PD + "api: {port: 0, host: 0.0.0.0}\n")["api.host"]
+    assert level is Level.WARNING
+    assert "api_key_file" in message
+    assert "api.host" not in findings(folder, PD + "api: {port: 0, host: 0.0.0.0, api_key_file: keys}\n")
+    assert "api.host" not in findings(folder, PD + "api: {port: 0}\n")
+
+
 def test_pool_shorter_than_the_model_is_a_warning(folder):
     level, message = findings(folder, PD)["instances[0].cache"]
     assert level is Level.WARNING
