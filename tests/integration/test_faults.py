@@ -102,7 +102,7 @@ def test_a_prefill_rank_killed_in_mid_transfer(broken: Broken) -> None:
         broken.wait_for_transfers()
         broken.kill(victim)
     check(outcome, num_requests=30)
-    assert outcome.num_exact > 0
+    assert outcome.num_exact == 30, "what was cut goes on at the other one"
     assert victim not in broken.alive("prefill")
     broken.settle()
     assert httpx.get(f"{broken.live.running.url}/health", timeout=30).status_code == 200
@@ -116,11 +116,11 @@ def test_a_decode_rank_frozen_for_good_is_given_up_and_killed(broken: Broken) ->
         broken.until(lambda status: victim not in alive_in(status, "decode"), limit_s=SILENCE_LIMIT_S + 10.0)
         broken.thaw(victim)  # what it had begun goes on, until Ray kills it
     check(outcome, num_requests=24)
-    assert outcome.num_exact > 0
+    assert outcome.num_exact == 24, "what was cut goes on at the other one"
     broken.settle()
 
 
-def test_without_a_prefill_instance_every_request_is_refused_at_once(broken: Broken) -> None:
+def test_without_a_prefill_instance_every_request_ends_with_an_error_in_time(broken: Broken) -> None:
     (victim,) = broken.alive("prefill")
     with broken.under(broken.load(16)) as outcome:
         broken.wait_for_transfers()
