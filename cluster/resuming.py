@@ -30,7 +30,7 @@ from blockferry.engine.request import FinishReason, Request, RequestStats
 from blockferry.engine.scheduler.sequence import resolve_seed
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
-MOST_FRUITLESS = 5
+MOST_FRUITLESS = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

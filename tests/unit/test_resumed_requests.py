@@ -216,3 +216,17 @@ def test_resumed_request_keeps_its_seed():
     cluster = mixed()
     cluster.add(0, prompt(6), LOCAL, given=[1, 2], max_tokens=8, seed=77)
     assert cluster.plan("m").new_rows[0].sampling.seed == 77
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 5, 9])
+def test_request_that_a_failing_instance_cut_goes_on_at_another_one(num_steps):
+    cluster = SimCluster(Shape(instance_id="m"), Shape(instance_id="n"), max_model_len=LONGEST)
+    cluster.add(0, prompt(6), LOCAL, max_tokens=20)
+    for _ in range(num_steps):
+        cluster.step_all()
+    cluster.fail("m")
+    assert cluster.finished[0].is_resumable
+    assert cluster.finished[0].stats.num_output_tokens == len(cluster.tokens[0])
+    cluster.add(1, prompt(6), Route(prefill="n", decode="n"), given=cluster.tokens[0], max_tokens=20)
+    cluster.drain()
+    cluster.check_all_free()
