@@ -54,7 +54,7 @@ api: {{host: 0.0.0.0, port: 8000}}
 # no two logits of their answers come closer than 0.0005
 PROMPTS = [make_prompt(seed, num_tokens) for seed, num_tokens in enumerate((40, 100, 70, 20, 90, 40))]
 NUM_STREAMS = 50
-END_LIMIT_S = 30.0  # of streams that a lost host was to answer
+HEALTH_LIMIT_S = 30.0  # until /health knows that the last host is lost; it takes health.silence_limit_s
 QUESTIONS = ("What is the capital of France?", "Write a haiku about the sea.", "用中文介绍一下你自己。")
 
 
@@ -171,14 +171,14 @@ def wait_for_health(hosts: NetnsHosts, status: int, *, limit_s: float) -> str:
     return answer
 
 
-def test_streams_of_a_lost_host_end_exactly_or_with_an_error_in_time(surviving: NetnsHosts) -> None:
+def test_streams_of_a_lost_host_end_as_if_nothing_had_happened(surviving: NetnsHosts) -> None:
     places = hosts_by_instance(surviving)
     [lost] = {places["decode-0"], places["decode-1"]} - {places["prefill-0"]}
     outcome, lost_s = stream_while_losing(surviving, lost)
-    latest_s = max((one["ended_s"] - lost_s for one in outcome.failed), default=0.0)
+    latest_s = max(one["ended_s"] for one in outcome.streams) - lost_s
     print(f"{len(outcome.exact)} exact, {len(outcome.failed)} failed, the last after {latest_s:.1f} s")
     assert outcome.wrong == []
-    assert latest_s < END_LIMIT_S
+    assert [one["error"] for one in outcome.failed] == []  # all are resumed on the other decode instance
     # one decode instance is left: requests can be answered all the time, and /health says so
     assert {one["status"] for one in outcome.health} == {200}
     status = status_of(surviving)
@@ -186,7 +186,7 @@ def test_streams_of_a_lost_host_end_exactly_or_with_an_error_in_time(surviving: 
     assert list(failed) == [name for name, host in places.items() if host == lost]
     # none is left: nothing can be answered, and both say so
     surviving.lose(places["prefill-0"])
-    assert "too few instances" in wait_for_health(surviving, 503, limit_s=END_LIMIT_S)
+    assert "too few instances" in wait_for_health(surviving, 503, limit_s=HEALTH_LIMIT_S)
     refused = ask(surviving, f"{URL}/v1/completions", json.dumps({"prompt": PROMPTS[0], "max_tokens": 4}))
     assert refused.startswith("503"), refused
 
