@@ -205,3 +205,14 @@ def test_the_deployment_in_the_file_is_valid_and_fits_the_pods(name: str, tmp_pa
         for group in cluster_spec(name)["workerGroupSpecs"]
     )
     assert cpus == 2
+
+
+def test_the_driver_beside_ray_shares_what_ray_asks_of_one() -> None:
+    """Files of its session, shared memory, and process numbers: raylet and driver look at each other's."""
+    [front] = [group for group in groups("kuberay-raycluster") if group.get("groupName") == "front"]
+    spec = front["template"]["spec"]
+    ray, serve = spec["containers"]
+    assert spec["shareProcessNamespace"] is True
+    assert ray["image"] == serve["image"]
+    shared = [{mount["mountPath"] for mount in one["volumeMounts"]} for one in (ray, serve)]
+    assert {"/tmp/ray", "/dev/shm"} <= shared[0] & shared[1]
