@@ -57,14 +57,6 @@ def wait_until_gone(hosts: NetnsHosts, host: Host, command: str) -> None:
         time.sleep(1)
 
 
-def wait_until_there(hosts: NetnsHosts, host: Host, command: str) -> None:
-    """Until a command that lists what should be there lists something."""
-    deadline = time.monotonic() + 150
-    while not hosts.ssh(host, command, timeout_s=20).stdout:
-        assert time.monotonic() < deadline, (host.name, command)
-        time.sleep(1)
-
-
 @contextlib.contextmanager
 def three_hosts(scratch: Path) -> Iterator[NetnsHosts]:
     """Hosts head, w1 and w2; afterwards `ray down` has left nothing on them."""
