@@ -64,7 +64,7 @@ async def start_scheduler(running: Running, instances: Sequence[InstanceRun], re
     running.runs[SCHEDULER] = running.scheduler.run.remote()
     deadline_s = time.monotonic() + STEP_TIMEOUT_S
     while not _have_joined(instances, await instance_states(running)):
-        _raise_if_ended(running)
+        _raise_if_ended(running, SCHEDULER)
         if time.monotonic() > deadline_s:
             raise LaunchError(f"workers did not join the scheduler within {STEP_TIMEOUT_S:g} s")
         await asyncio.sleep(POLL_S)
@@ -117,7 +117,7 @@ async def serve_api(running: Running, report: Report) -> None:
     ready = running.api.wait_ready.remote(STEP_TIMEOUT_S)
     report(Progress(phase="starting the HTTP server", done=0, total=1))
     while not ray.wait([ready], timeout=0)[0]:
-        _raise_if_ended(running)
+        _raise_if_ended(running, API)
         await asyncio.sleep(POLL_S)
     (is_ready,) = await gather({API: ready}, "starting the HTTP server", silent)
     if not is_ready:
@@ -129,6 +129,7 @@ def same_port(api: ApiConfig, url: str) -> ApiConfig:
     return dataclasses.replace(api, port=int(url.rpartition(":")[2]))
 
 
-def _raise_if_ended(running: Running) -> None:
-    for name, reason in running.find_ended().items():
+def _raise_if_ended(running: Running, name: str) -> None:
+    reason = running.find_ended().get(name)
+    if reason is not None:
         raise LaunchError(f"{name} has ended: {reason}")

@@ -30,6 +30,7 @@ from blockferry.engine.errors import BlockferryError, ConfigError
 
 logger = logging.getLogger(__name__)
 
+FROZEN_S = 20.0  # that scheduler or HTTP server may take to answer before they are killed
 ROUND_S = 0.5  # between two looks at the deployment
 JOIN_TIMEOUT_S = 120.0
 CONNECT_ATTEMPTS = 3  # of a newcomer's pools with those that are there, of which some may just be dying
@@ -85,7 +86,17 @@ class Supervisor:
             return
         if API in ended:
             await self._restart(API, ended[API], self._restart_api)
+        await self._end_frozen()
         await self._look_after_instances()
+
+    async def _end_frozen(self) -> None:
+        """Kill what does not answer: then it has ended, and is started again."""
+        for name, actor in ((SCHEDULER, self.running.scheduler), (API, self.running.api)):
+            try:
+                await gather({name: actor.place.remote()}, "answering", silent, timeout_s=FROZEN_S)
+            except LaunchError as error:
+                logger.warning("%s; ending it", error)
+                await self._end(actor)
 
     # --- scheduler and HTTP server
 
@@ -184,11 +195,8 @@ class Supervisor:
     async def _look_after_instances(self) -> None:
         try:
             self._states = await services.instance_states(self.running)
-        except LaunchError as error:
-            if "not done within" in str(error):
-                logger.warning("the scheduler does not answer; ending it: %s", error)
-                await self._end(self.running.scheduler)
-            return
+        except LaunchError:
+            return  # the scheduler has just died
         now_s = time.monotonic()
         actions = decide(self._seen(), self.wanted, not_before_s=self._not_before_s, now_s=now_s)
         for instance_id in actions.clear:

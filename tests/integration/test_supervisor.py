@@ -236,3 +236,10 @@ def test_a_killed_scheduler_is_replaced_without_losing_a_request_and_the_workers
         until(lambda: served.record().client_endpoint != endpoint)
         until(lambda: served.answer() == served.expected)
     assert served.pids("WorkerActor") == workers
+
+
+def test_scheduler_and_http_server_that_die_together_are_both_replaced(served: Served) -> None:
+    for actor in ("SchedulerActor", "ApiActor"):
+        os.kill(served.pids(actor)[0], signal.SIGKILL)
+    until(lambda: served.answer() is None)
+    until(lambda: served.answer() == served.expected)
