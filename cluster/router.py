@@ -2,9 +2,9 @@
 
 Keeps no state and no sockets; a choice can be repeated. Two policies:
 
-    prefix_affinity   prefill: the fewest tokens that all have to wait for: those of the prompt that the instance does
-                      not hold, twice, as computing them delays this request and others, and all that wait there. So a
-                      hit draws until the queue is longer by twice what it saves. Whoever costs at most a hit of 1/16
+    prefix_affinity   prefill: the fewest tokens that all have to wait for: what waits there, and four times what the
+                      instance lacks of the prompt, as computing that delays this request and those behind it. So a hit
+                      draws until the queue is longer by four times what it saves. Whoever costs at most a hit of 1/16
                       of the prompt more than the best is as good; of these the one with the emptiest cache is taken, so
                       that a short common prefix does not draw everybody.
                       decode: of those with about the fewest requests, the one that holds most of the prompt.
@@ -25,9 +25,9 @@ from blockferry.engine.scheduler.outputs import InstanceLoad, Route
 NEAR_SHARE = 16
 """Shares of a prompt, or of a pool, are counted in parts of this many; what differs by less is equal."""
 
-MISSING_WEIGHT = 2
+MISSING_WEIGHT = 4
 """What a token that is computed though another instance holds it costs, in tokens of waiting: its own time, and that of
-the requests behind it, of which there is about one where prefill is busy half of the time."""
+those who come behind it, of whom there are three where prefill is busy three quarters of the time (M/M/1)."""
 
 ROW_TOKENS = 64
 """What a request that is decoded on a mixed instance costs others, in tokens of prefill."""

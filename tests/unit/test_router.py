@@ -78,7 +78,7 @@ def test_decode_goes_where_the_fewest_requests_are_then_the_most_blocks():
 
 @pytest.mark.parametrize("choose", POLICIES.values())
 def test_mixed_instance_does_both(choose):
-    route = choose([candidate("mixed-0", Role.MIXED, queued=50), candidate("mixed-1", Role.MIXED)], Prompt())
+    route = choose([candidate("mixed-0", Role.MIXED, queued=500), candidate("mixed-1", Role.MIXED)], Prompt())
     assert route.prefill == route.decode == "mixed-1"
 
 
@@ -99,10 +99,10 @@ def test_prefill_goes_where_most_of_the_prompt_is_held():
     assert prefix_affinity([*prefills(a=0, b=0), DECODE], Prompt(held={"b": 160})).prefill == "b"
 
 
-def test_hit_draws_until_the_queue_is_longer_by_twice_what_it_saves():
+def test_hit_draws_until_the_queue_is_longer_by_four_times_what_it_saves():
     prompt = Prompt(held={"b": 160})
-    assert prefix_affinity([*prefills(a=0, b=290), DECODE], prompt).prefill == "b"
-    assert prefix_affinity([*prefills(a=0, b=400), DECODE], prompt).prefill == "a"
+    assert prefix_affinity([*prefills(a=0, b=500), DECODE], prompt).prefill == "b"
+    assert prefix_affinity([*prefills(a=0, b=800), DECODE], prompt).prefill == "a"
 
 
 def test_waiting_tokens_that_will_be_hits_are_no_queue():
@@ -143,7 +143,7 @@ def test_decode_without_room_comes_last():
 
 def test_mixed_holder_that_decodes_for_many_is_left():
     idle = candidate("mixed-0", Role.MIXED)
-    few, many = (candidate("mixed-1", Role.MIXED, assigned=count) for count in (2, 12))
+    few, many = (candidate("mixed-1", Role.MIXED, assigned=count) for count in (9, 20))
     prompt = Prompt(held={"mixed-1": 300})
     assert prefix_affinity([idle, few], prompt).prefill == "mixed-1"
     assert prefix_affinity([idle, many], prompt).prefill == "mixed-0"
