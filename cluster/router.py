@@ -2,11 +2,12 @@
 
 Keeps no state and no sockets; a choice can be repeated. Two policies:
 
-    prefix_affinity   prefill: the fewest tokens that all have to wait for: what waits there, and four times what the
-                      instance lacks of the prompt, as computing that delays this request and those behind it. So a hit
-                      draws until the queue is longer by four times what it saves. Whoever costs at most a hit of 1/16
-                      of the prompt more than the best is as good; of these the one with the emptiest cache is taken, so
-                      that a short common prefix does not draw everybody.
+    prefix_affinity   prefill: the least waiting, of this request and of those behind it: what is queued there, and what
+                      the instance lacks of the prompt, once for this request, once for each that is expected behind,
+                      which are as many as are found there, and once more where prefixes are evicted for it. So an idle
+                      instance is preferred to a hit behind a queue that is longer than what the hit saves, and a hit to
+                      computing a prompt twice where everybody is busy. Costs that differ by less than a hit of 1/16 of
+                      the prompt are equal: the emptiest cache is taken, so that a short common prefix draws nobody.
                       decode: of those with about the fewest requests, the one that holds most of the prompt.
     least_loaded      the fewest queued tokens, the fewest requests, the most free blocks
 """
@@ -25,9 +26,8 @@ from blockferry.engine.scheduler.outputs import InstanceLoad, Route
 NEAR_SHARE = 16
 """Shares of a prompt, or of a pool, are counted in parts of this many; what differs by less is equal."""
 
-MISSING_WEIGHT = 4
-"""What a token that is computed though another instance holds it costs, in tokens of waiting: its own time, and that of
-those who come behind it, of whom there are three where prefill is busy three quarters of the time (M/M/1)."""
+MAX_BEHIND = 3
+"""Requests expected behind a newcomer, at most: as many as there are where prefill is busy 3/4 of the time (M/M/1)."""
 
 ROW_TOKENS = 64
 """What a request that is decoded on a mixed instance costs others, in tokens of prefill."""
@@ -40,7 +40,7 @@ class Candidate:
     instance_id: str
     role: Role
     num_queued_tokens: int  # prompt tokens that wait for, or are in, prefill here
-    num_missing_tokens: int  # of those: not expected to be found in the prefix cache
+    num_missing_tokens: int  # in flight, or queued and not expected to be found in the prefix cache
     num_assigned: int  # unfinished requests that are or will be here
     num_free_blocks: int
     cache_fill: float  # findable blocks, held or not, of all that there are; 0 to 1
@@ -120,17 +120,18 @@ def _route(candidates: Sequence[Candidate], pick_prefill: _Pick, pick_decode: _P
 
 
 def _soonest(choices: Sequence[Candidate], arrival: Arrival) -> Candidate:
-    """Where the first token comes soonest, for this request and those behind it, counted in tokens to compute."""
+    """Where the request costs the least waiting, its own and that of others, counted in tokens to compute."""
     found = {one.instance_id: arrival.found_on(one.instance_id) for one in choices}
-    costs = {
-        one.instance_id: MISSING_WEIGHT * found[one.instance_id].num_missing_tokens
-        + one.num_missing_tokens
-        + (ROW_TOKENS * one.num_assigned if one.role is Role.MIXED else 0)
-        for one in choices
-    }
-    limit = min(costs.values()) + MISSING_WEIGHT * found[choices[0].instance_id].num_tokens // NEAR_SHARE
+    costs = {one.instance_id: _waiting(one, found[one.instance_id]) for one in choices}
+    limit = min(costs.values()) + found[choices[0].instance_id].num_tokens / NEAR_SHARE
     near = [one for one in choices if costs[one.instance_id] <= limit]
     return min(near, key=lambda one: (int(NEAR_SHARE * one.cache_fill), one.num_assigned, _tie(one, arrival)))
+
+
+def _waiting(one: Candidate, found: Found) -> float:
+    num_behind = min(MAX_BEHIND, one.num_missing_tokens / found.num_tokens)
+    decoding = ROW_TOKENS * one.num_assigned if one.role is Role.MIXED else 0
+    return one.num_missing_tokens + decoding + found.num_missing_tokens * (1 + num_behind + one.cache_fill)
 
 
 def _best_stocked(choices: Sequence[Candidate], arrival: Arrival) -> Candidate:

@@ -44,6 +44,7 @@ class StepRecord:
     step_id: int
     sampled: RowView  # rows that get a token, in the plan's order
     num_ended: int  # Batch.num_ended when it was planned
+    num_tokens: int  # that it computes
     prefilled: tuple[Sequence, ...]  # sequences whose last known token this step computes
 
 
@@ -274,8 +275,9 @@ class Instance:
         return in_rows + self.queue.num_tokens
 
     def num_missing_tokens(self) -> int:
-        """num_queued_tokens() without what waiting sequences are expected to find in the prefix cache."""
-        return self.num_queued_tokens() - self.queue.num_expected_tokens
+        """Tokens to compute before those of a newcomer: in steps in flight, and queued ones that will be no hits."""
+        in_flight = sum(record.num_tokens for record in self.in_flight)
+        return in_flight + self.num_queued_tokens() - self.queue.num_expected_tokens
 
     def num_coming_tokens(self, hashes: RequestHashes) -> int:
         """Leading tokens of a sequence that others, who wait or are being computed here, will have computed before it.

@@ -61,7 +61,7 @@ class InstanceLoad:
     """How busy an instance is, for the router."""
 
     num_queued_tokens: int  # prompt tokens waiting or not yet computed
-    num_missing_tokens: int  # of those: not expected to be found in the prefix cache
+    num_missing_tokens: int  # in flight, or queued and not expected to be found in the prefix cache
     num_waiting: int
     num_running: int  # rows in use, of any kind
     num_free_blocks: int

@@ -241,7 +241,13 @@ class StepScheduler:
         step_id = instance.last_step = instance.last_step + 1
         prefilled = tuple(chunk.sequence for chunk in draft.chunks if chunk.is_last)
         instance.in_flight.append(
-            StepRecord(step_id=step_id, sampled=sampled, num_ended=self._batch.num_ended, prefilled=prefilled)
+            StepRecord(
+                step_id=step_id,
+                sampled=sampled,
+                num_ended=self._batch.num_ended,
+                num_tokens=int(num_scheduled.sum()),
+                prefilled=prefilled,
+            )
         )
         self._advance(draft, num_computed, sampled)
         return StepPlan(

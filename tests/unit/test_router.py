@@ -99,14 +99,26 @@ def test_prefill_goes_where_most_of_the_prompt_is_held():
     assert prefix_affinity([*prefills(a=0, b=0), DECODE], Prompt(held={"b": 160})).prefill == "b"
 
 
-def test_hit_draws_until_the_queue_is_longer_by_four_times_what_it_saves():
+def test_idle_instance_is_preferred_to_a_hit_behind_a_longer_queue():
     prompt = Prompt(held={"b": 160})
-    assert prefix_affinity([*prefills(a=0, b=500), DECODE], prompt).prefill == "b"
-    assert prefix_affinity([*prefills(a=0, b=800), DECODE], prompt).prefill == "a"
+    assert prefix_affinity([*prefills(a=0, b=60), DECODE], prompt).prefill == "b"
+    assert prefix_affinity([*prefills(a=0, b=200), DECODE], prompt).prefill == "a"
+
+
+def test_hit_draws_further_where_everybody_is_busy():
+    prompt = Prompt(held={"b": 160})
+    assert prefix_affinity([*prefills(a=1000, b=1200), DECODE], prompt).prefill == "b"
+    assert prefix_affinity([*prefills(a=1000, b=2000), DECODE], prompt).prefill == "a"
+
+
+def test_full_cache_is_spared_where_another_is_empty():
+    full, empty = candidate("a", Role.PREFILL, fill=1.0), candidate("b", Role.PREFILL)
+    assert prefix_affinity([full, empty, DECODE], Prompt(held={"a": 120})).prefill == "b"
+    assert prefix_affinity([full, empty, DECODE], Prompt(held={"a": 240})).prefill == "a"
 
 
 def test_waiting_tokens_that_will_be_hits_are_no_queue():
-    a, b = candidate("a", Role.PREFILL), candidate("b", Role.PREFILL, queued=2000, missing=100)
+    a, b = candidate("a", Role.PREFILL), candidate("b", Role.PREFILL, queued=2000, missing=50)
     assert prefix_affinity([a, b, DECODE], Prompt(held={"b": 160})).prefill == "b"
 
 
@@ -143,7 +155,7 @@ def test_decode_without_room_comes_last():
 
 def test_mixed_holder_that_decodes_for_many_is_left():
     idle = candidate("mixed-0", Role.MIXED)
-    few, many = (candidate("mixed-1", Role.MIXED, assigned=count) for count in (9, 20))
+    few, many = (candidate("mixed-1", Role.MIXED, assigned=count) for count in (2, 9))
     prompt = Prompt(held={"mixed-1": 300})
     assert prefix_affinity([idle, few], prompt).prefill == "mixed-1"
     assert prefix_affinity([idle, many], prompt).prefill == "mixed-0"
