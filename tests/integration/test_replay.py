@@ -20,15 +20,15 @@ BLOCK_TOKENS = 8
 
 
 def conversations(num_conversations: int, num_turns: int) -> Iterator[dict[str, Any]]:
-    """Lines of a trace: one system prompt of two blocks, and two blocks more with every turn."""
+    """Lines of a trace: four blocks at first, and two more with every turn."""
     for turn in range(num_turns):
         for number in range(num_conversations):
-            own = [100 * (number + 1) + block for block in range(2 * turn + 2)]
+            hash_ids = [100 * number + block for block in range(2 * turn + 4)]
             yield {
                 "timestamp": 250 * (turn * num_conversations + number),
-                "input_length": 512 * (2 + len(own)),
+                "input_length": 512 * len(hash_ids),
                 "output_length": 128,
-                "hash_ids": [0, 1, *own],
+                "hash_ids": hash_ids,
             }
 
 
