@@ -39,7 +39,9 @@ def run(monkeypatch, capsys):
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["generate"], ["status"], ["check"], ["fetch-model"], ["bench"]])
+@pytest.mark.parametrize(
+    "command", [[], ["serve"], ["generate"], ["status"], ["check"], ["fetch-model"], ["bench"], ["scale"], ["restart"]]
+)
 def test_every_command_has_help(run, command):
     done = run(*command, "--help")
     assert done.returncode == 0
@@ -57,6 +59,13 @@ def test_every_command_has_help(run, command):
         (["generate", "absent.yaml", "hello", "--max-tokens", "-1"], "--max-tokens"),
         (["generate", "absent.yaml", "hello", "--max-tokens", "many"], "--max-tokens"),
         (["status", "--jsn"], "No such option"),
+        (["scale", "nobody", "prefill=2"], "no deployment is named 'nobody'"),
+        (["scale", "nobody", "prefill"], "is no ROLE=COUNT"),
+        (["scale", "nobody", "prefill=-1"], "is no ROLE=COUNT"),
+        (["scale", "nobody", "encoder=1"], "is no ROLE=COUNT"),
+        (["scale", "nobody"], "Missing argument"),
+        (["restart", "nobody"], "no deployment is named 'nobody'"),
+        (["restart", "nobody", "--drain-timeout", "-1"], "--drain-timeout"),
         (["fetch-model", "gpt-5"], "smollm2-135m-instruct"),
         (["bench", "serve", "--concurrency", "0"], "concurrency"),
         (["bench", "transfer", "--path", "pigeon"], "pigeon"),
