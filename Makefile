@@ -45,7 +45,7 @@ test-full: $(INSTALLED)
 	$(BIN)/blockferry fetch-model gemma3-270m
 	$(PYTEST) -m "full"
 
-# Three hosts in network namespaces, joined by `ray up`. Needs root, openssh-server, rsync and iproute2.
+# Three hosts in network namespaces, joined by `ray up`, and lost under load. Needs root, openssh-server, rsync and iproute2.
 test-netns: $(INSTALLED)
 	$(BIN)/blockferry fetch-model $(MODEL)
 	$(PYTEST) -m "netns and not full"
