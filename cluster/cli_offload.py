@@ -21,7 +21,8 @@ OFFLOAD_HELP_END = (
     "runs), unit and runs.\n\n"
     "Names: store, load, memcpy and ratio (params pattern, block_bytes, blocks, of): GiB/s through the connector, of "
     "plain memcpy of the same runs, and their quotient. ttft (params offload, conversations, prompt_tokens, "
-    "pool_share) of conversations that return, and ratio (of ttft): how many times longer it is without offload."
+    "pool_share) of conversations that return, and ratio (of ttft): how many times longer it is without offload; "
+    "same_answers, the share of greedy answers whose text is the same on both: 1 with dtype float32."
 )
 
 

@@ -28,6 +28,7 @@ class Answer:
     e2e_s: float = 0.0
     itl_s: Sequence[float] = ()  # between consecutive events
     error: str = ""  # not empty: the numbers above mean nothing
+    events: Sequence[bytes] = ()  # as they came, each "data: {...}" of one choice
 
     @property
     def tpot_s(self) -> float | None:
@@ -35,6 +36,12 @@ class Answer:
         if self.num_output_tokens < 2:
             return None
         return (self.e2e_s - self.ttft_s) / (self.num_output_tokens - 1)
+
+    @property
+    def text(self) -> str:
+        """What was answered; parsed when it is asked for, not while tokens arrive."""
+        chunks = [json.loads(event.removeprefix(b"data: ")) for event in self.events]
+        return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +81,8 @@ async def ask(session: aiohttp.ClientSession, endpoint: Endpoint, prompt: Prompt
 async def _stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any], prompt: Prompt) -> Answer:
     """Raises ClientError, TimeoutError or ValueError (an error object, or a stream that breaks off)."""
     times: list[float] = []
-    last = rest = b""
+    events_seen: list[bytes] = []
+    rest = b""
     is_complete = False
     start_s = time.perf_counter()
     async with session.post(url, json=body) as response:
@@ -88,8 +96,8 @@ async def _stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any]
                     is_complete = True
                 elif event.startswith(b"data: "):
                     times.append(now_s)
-                    last = event
-    end = json.loads(last.removeprefix(b"data: ")) if last else {}
+                    events_seen.append(event)
+    end = json.loads(events_seen[-1].removeprefix(b"data: ")) if events_seen else {}
     if not is_complete or "error" in end:
         raise ValueError(str(end.get("error", "the stream broke off"))[:MAX_ERROR_CHARS])
     if not end.get("choices"):
@@ -104,6 +112,7 @@ async def _stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any]
         ttft_s=times[0] - start_s,
         e2e_s=times[-1] - start_s,
         itl_s=[later - earlier for earlier, later in itertools.pairwise(times)],
+        events=events_seen,
     )
 
 

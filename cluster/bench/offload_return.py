@@ -44,6 +44,15 @@ class ReturnBenchConfig:
         return self.prompt_tokens + self.num_turns * self.turn_tokens + self.num_output_tokens
 
     @property
+    def params(self) -> dict[str, ParamValue]:
+        """What every result is about."""
+        return {
+            "conversations": self.num_conversations,
+            "prompt_tokens": self.prompt_tokens,
+            "pool_share": self.pool_share,
+        }
+
+    @property
     def num_blocks(self) -> int:
         """Blocks of the pool, the null block included; one conversation always fits."""
         num_tokens = max(self.longest, int(self.pool_share * self.num_conversations * self.longest))
@@ -80,12 +89,15 @@ def _variant(base: Deployment, config: ReturnBenchConfig, name: str) -> Deployme
 async def run_return_bench(
     config: ReturnBenchConfig, urls: Mapping[str, str], on_step: Callable[[int, int], None] = lambda *_: None
 ) -> list[Result]:
-    """Rows of ttft with and without offload, and their ratio per turn. Raises ValueError when a request fails.
+    """Rows of ttft with and without offload, their ratio per turn, and how many answers are the same.
+
+    Raises ValueError when a request fails.
 
     urls: of the deployments by name, without /v1. `on_step(number, total)` is called before each conversation's turn.
     """
     draw = np.random.default_rng(config.seed)
     ttft_s: dict[str, list[float]] = {name: [] for name in urls}
+    same: list[float] = []
     total = config.num_conversations * (1 + config.num_turns)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT_S)) as session:
         card = await find_model(session, f"{urls[OFF]}/v1", "")
@@ -101,13 +113,16 @@ async def run_return_bench(
             turn, number = divmod(step, config.num_conversations)
             histories[number] += tokens(config.turn_tokens) if turn else []
             prompt = Prompt(token_ids=histories[number], num_output_tokens=config.num_output_tokens)
-            names = list(urls) if step % 2 else list(urls)[::-1]
-            for name in names:
+            texts = set()
+            for name in list(urls) if step % 2 else list(urls)[::-1]:
                 answer = await ask(session, Endpoint(url=f"{urls[name]}/v1", model=card["id"]), prompt)
                 _check(answer, name)
+                texts.add(answer.text)
                 if turn:
                     ttft_s[name].append(answer.ttft_s)
-    return _results(config, ttft_s)
+            same.append(float(len(texts) == 1))
+    equal = Result(name="same_answers", params=config.params, unit="1", runs=[sum(same) / len(same)])
+    return [*_results(config, ttft_s), equal]
 
 
 def _check(answer: Answer, name: str) -> None:
@@ -116,11 +131,7 @@ def _check(answer: Answer, name: str) -> None:
 
 
 def _results(config: ReturnBenchConfig, ttft_s: Mapping[str, Sequence[float]]) -> list[Result]:
-    params: dict[str, ParamValue] = {
-        "conversations": config.num_conversations,
-        "prompt_tokens": config.prompt_tokens,
-        "pool_share": config.pool_share,
-    }
+    params = config.params
     rows = [
         Result(name="ttft", params={"offload": name, **params}, unit="ms", runs=[one * 1e3 for one in times])
         for name, times in ttft_s.items()
