@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest
 QUICK := --quiet --durations=10 -m "not full and not netns"
 SOURCES := cluster engine connectors kernels tests
 
-.PHONY: demo parity-table test test-processes test-logic test-full test-netns test-faults lint types imports check bench clean
+.PHONY: demo parity-table test test-processes test-logic test-full test-netns test-faults soak lint types imports check bench clean
 .DEFAULT_GOAL := demo
 
 $(INSTALLED): pyproject.toml
@@ -53,6 +53,10 @@ test-netns: $(INSTALLED)
 # Deployments that are broken under load: processes killed and frozen, links cut. Part of it needs what test-netns needs.
 test-faults: $(INSTALLED)
 	$(PYTEST) tests/integration/test_faults.py tests/integration/test_link_faults.py tests/integration/test_pd_worker.py tests/integration/test_handoff_faults.py
+
+# 20,000 short requests, an instance killed every minute, clients that leave.
+soak: $(INSTALLED)
+	$(PYTEST) -s --soak-requests 20000 tests/integration/test_soak.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check $(SOURCES)

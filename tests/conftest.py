@@ -15,8 +15,22 @@ interpret_kernels()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The parity table; see support.parity_table."""
+    """The parity table (support.parity_table), and how long a soak is."""
+    parser.addoption("--soak-requests", type=int, default=400, help="how many requests test_soak.py sends")
+    parser.addoption("--soak-interval", type=float, default=60.0, help="seconds between two deaths of instances")
     parser.addoption("--parity-table", type=Path, default=None, help="write which family passed what to this file")
+
+
+@pytest.fixture
+def soak_requests(request: pytest.FixtureRequest) -> int:
+    """How many requests a soak sends."""
+    return int(request.config.getoption("--soak-requests"))
+
+
+@pytest.fixture
+def soak_interval_s(request: pytest.FixtureRequest) -> float:
+    """Seconds between two deaths of instances in a soak."""
+    return float(request.config.getoption("--soak-interval"))
 
 
 @pytest.fixture

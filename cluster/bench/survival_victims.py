@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ class Served:
         self._pid = pid
         self.url = record.url
 
-    def victims(self, kinds: list[str]) -> Iterator[Victim]:
+    def victims(self, kinds: Sequence[str]) -> Iterator[Victim]:
         """The first instance of a role, SCHEDULER or API; each is looked up when it is its turn."""
         for kind in kinds:
             yield self._service(kind) if kind in _TITLES else self._worker(kind)
@@ -88,15 +88,17 @@ class Served:
             return asyncio.run(_status(record))
         return None
 
+    def pids(self, kinds: Sequence[str]) -> dict[str, int]:
+        """Processes of SCHEDULER and API. Raises NotServed where one is missing."""
+        return {kind: self._service_pid(kind) for kind in kinds}
+
     def is_whole(self) -> bool:
         """Whether every wanted instance serves, and the HTTP server is there."""
         status = self.status()
         return status is not None and bool(status["healthy"]) and self._pid_of(API) is not None
 
     def _service(self, kind: str) -> Victim:
-        pid = self._pid_of(kind)
-        if pid is None:
-            raise NotServed(f"no process {_TITLES[kind]} belongs to deployment {self._name!r}")
+        pid = self._service_pid(kind)
         return Victim(
             name=kind,
             kill=lambda: os.kill(pid, signal.SIGKILL),
@@ -119,6 +121,12 @@ class Served:
     def _is_gone(self, instance_id: str) -> bool:
         status = self.status()
         return status is not None and all(one["instance_id"] != instance_id for one in status["instances"])
+
+    def _service_pid(self, kind: str) -> int:
+        pid = self._pid_of(kind)
+        if pid is None:
+            raise NotServed(f"no process {_TITLES[kind]} belongs to deployment {self._name!r}")
+        return pid
 
     def _pid_of(self, kind: str) -> int | None:
         for process in psutil.Process(self._pid).children(recursive=True):
