@@ -134,7 +134,7 @@ class HealthConfig:
     """When an instance is given up, and a request."""
 
     silence_limit_s: float = 10.0  # without a sign of life of one of its ranks, which come every second
-    resume_timeout_s: float = 30.0  # that a request may be without anybody to run it; 0: it is never resumed
+    resume_timeout_s: float = 18.0  # that a request may be without anybody to run it; 0: it is never resumed
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

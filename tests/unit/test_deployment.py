@@ -54,7 +54,7 @@ def test_instance_overrides_the_shared_cache_and_scheduler(folder):
 def test_time_to_resume_is_the_files(folder):
     health = load(folder, PD + "health: {resume_timeout_s: 2.5}\n").config.health
     assert (health.resume_timeout_s, health.silence_limit_s) == (2.5, 10.0)
-    assert load(folder, PD).config.health.resume_timeout_s == 30.0
+    assert load(folder, PD).config.health.resume_timeout_s == 18.0
 
 
 @pytest.mark.parametrize(
