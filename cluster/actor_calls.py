@@ -61,12 +61,25 @@ def failure_of(reference: Any) -> str:
     try:
         ray.get(reference)
     except ray.exceptions.RayTaskError as error:
-        return _first_line(error.cause or error)
+        return first_line(error.cause or error)
     except ray.exceptions.RayError as error:
-        if "creation task" in _first_line(error):
+        if "creation task" in first_line(error):
             return _last_line(error)  # below the traceback stands what its constructor raised
-        return f"its process has died: {_first_line(error)}"
+        return f"its process has died: {first_line(error)}"
     return ""
+
+
+def has_died(reference: Any) -> bool:
+    """Whether the actor of a call that is done is gone for good."""
+    try:
+        ray.get(reference)
+    except ray.exceptions.ActorUnavailableError:
+        return False  # for now
+    except (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError):
+        return True
+    except ray.exceptions.RayError:
+        return False
+    return False
 
 
 def end_of(reference: Any) -> str:
@@ -78,7 +91,8 @@ def silent(_progress: Progress) -> None:
     """A Report for phases too short to show."""
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says first; its type where it says nothing."""
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 import ray
 
+from blockferry.cluster.actor_calls import first_line, has_died
+
 logger = logging.getLogger(__name__)
 
 WATCH_S = 0.5  # how often Ray is asked whether a worker has died
@@ -107,7 +109,7 @@ class RankWatch:
 
     def _on_ping(self, reports: Reports, reference: Any) -> None:
         instance_id, rank = self._pings.pop(reference)
-        if not _has_died(reference):  # it answered before it was killed
+        if not has_died(reference):  # it answered before it was killed
             self._is_closed.wait(WATCH_S)
             self._pings[self._workers[instance_id][rank].place.remote()] = (instance_id, rank)
         elif not self._is_ending(instance_id):
@@ -115,29 +117,13 @@ class RankWatch:
             reports.report_gone(instance_id)
 
 
-def _has_died(reference: Any) -> bool:
-    try:
-        ray.get(reference)
-    except ray.exceptions.ActorUnavailableError:
-        return False  # for now
-    except (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError):
-        return True
-    except ray.exceptions.RayError:
-        return False
-    return False
-
-
 def _end_of(reference: Any) -> str:
     try:
         reason = ray.get(reference)
     except ray.exceptions.RayActorError as error:
-        return f"its process has died ({_first_line(error)})"
+        return f"its process has died ({first_line(error)})"
     except ray.exceptions.RayTaskError as error:
-        return f"it failed: {_first_line(error.cause or error)}"
+        return f"it failed: {first_line(error.cause or error)}"
     except ray.exceptions.RayError as error:  # its node, for one
-        return f"it is lost ({_first_line(error)})"
+        return f"it is lost ({first_line(error)})"
     return f"it stopped: {reason or 'no reason given'}"
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

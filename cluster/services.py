@@ -63,12 +63,11 @@ async def start_scheduler(running: Running, instances: Sequence[InstanceRun], re
     (running.client_endpoints,) = await gather(calls, "starting the scheduler", report)
     running.runs[SCHEDULER] = running.scheduler.run.remote()
     deadline_s = time.monotonic() + STEP_TIMEOUT_S
-    while not _have_joined(instances, await instance_states(running)):
+    while not _have_joined(instances, states := await instance_states(running)):
         _raise_if_ended(running, SCHEDULER)
         if time.monotonic() > deadline_s:
             raise LaunchError(f"workers did not join the scheduler within {STEP_TIMEOUT_S:g} s")
         await asyncio.sleep(POLL_S)
-    states = await instance_states(running)
     return {instance_id: one.reason for instance_id, one in states.items() if one.state == "failed"}
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import ray
 
 from blockferry.cluster import placement
-from blockferry.cluster.actor_calls import POLL_S, LaunchError, gather, silent
+from blockferry.cluster.actor_calls import POLL_S, LaunchError, gather, has_died, silent
 from blockferry.cluster.running import SCHEDULER, InstanceRun, Running, end_processes
 
 logger = logging.getLogger(__name__)
@@ -63,15 +63,7 @@ async def _is_gone(actor: Any, deadline_s: float) -> bool:
         if time.monotonic() > deadline_s:
             return False
         await asyncio.sleep(POLL_S)
-    try:
-        ray.get(ping)
-    except ray.exceptions.ActorUnavailableError:
-        return False  # for now
-    except (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError):
-        return True
-    except ray.exceptions.RayError:
-        return False
-    return False
+    return has_died(ping)
 
 
 async def forget(running: Running, instance_id: str) -> None:
