@@ -16,7 +16,7 @@ from support.fault_load import Load, Outcome, run_load
 
 from blockferry.cluster.bench.survival_victims import Served
 
-SAMPLE_S = 0.5
+SAMPLE_S = 0.1
 MIB = 1 << 20
 
 
@@ -63,13 +63,16 @@ def run_beside(load: Load, disturb: Callable[[], None], *, every_s: float) -> Ou
     found: list[Outcome] = []
     thread = threading.Thread(target=lambda: found.append(asyncio.run(run_load(load))), name="load")
     thread.start()
-    next_s = time.monotonic() + min(every_s, 5.0)
+    next_s = time.monotonic() + min(every_s, 1.0)  # the shortest load takes a few seconds
+    num_disturbances = 0
     while thread.is_alive():
         thread.join(0.2)
         if time.monotonic() > next_s and thread.is_alive():
             disturb()
+            num_disturbances += 1
             next_s = time.monotonic() + every_s
     assert found, "the load failed"
+    assert num_disturbances, "the load was over before anything was done to the deployment"
     return found[0]
 
 
