@@ -67,6 +67,25 @@ class CacheConfig:
     watermark: float = 0.01
 
 
+class DraftMethod(enum.StrEnum):
+    """Who proposes tokens ahead of the model."""
+
+    MTP = "mtp"  # multi-token-prediction modules that were trained beside it
+    NGRAM = "ngram"  # what followed the last few tokens the last time that they occurred in the row
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    """How tokens are drafted, which the model then verifies in one pass. Output does not depend on it."""
+
+    method: DraftMethod
+    num_tokens: int = 3  # drafted per row and step, at most
+    head_path: Path | None = None  # folder of MTP modules that are not part of the checkpoint
+    is_adaptive: bool = True  # draft fewer, or none, where they are not accepted
+    min_ngram: int = 2  # tokens that must recur
+    max_ngram: int = 4
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """Limits of one instance's steps."""
@@ -76,6 +95,7 @@ class SchedulerConfig:
     max_queue_len: int = 4096
     num_steps_in_flight: int = 2  # 1: plan a step only after the last one's result
     policy: str = "fcfs"  # or "priority"
+    speculation: SpeculationConfig | None = None  # None: one token per row and step
 
     @property
     def max_in_flight_tokens(self) -> int:

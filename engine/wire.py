@@ -16,6 +16,9 @@ another WIRE_VERSION is refused. Knows nothing of sockets.
                         is set, the last position's logits yield the row's next token, which the worker
                         appends to its own copy of the row. A step without rows only clears and copies:
                         bytes from elsewhere wait for it
+      7. num_drafts     of a row's scheduled tokens the last ones are drafts, unknown to the row: each is accepted
+                        as long as the model yields the same token at its place, and one more token follows
+      8. num_proposals  the worker then proposes drafts that may follow; the scheduler sends back those it wants
 """
 
 from __future__ import annotations
@@ -30,13 +33,21 @@ from numpy.typing import NDArray
 from blockferry.connectors import typed_maps
 from blockferry.engine.request import BoolArray, Int32Array, SamplingParams, TokenLogprobs
 
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 
 T = TypeVar("T")
 
 _EMPTY_I32: Int32Array = np.empty(0, np.int32)
 _NO_BLOCKS: NDArray[np.int32] = np.empty((0, 2), np.int32)
 _NO_COPIES: NDArray[np.int32] = np.empty((0, 3), np.int32)
+
+
+_NO_PROPOSALS: NDArray[np.int32] = np.empty((0, 0), np.int32)
+NO_DRAFT = -1  # pads proposals; no token has this id
+
+
+def _no_proposals() -> NDArray[np.int32]:
+    return _NO_PROPOSALS
 
 
 def _empty() -> Int32Array:
@@ -96,6 +107,9 @@ class StepPlan:
     num_computed: Int32Array = dataclasses.field(default_factory=_empty)  # [R] first position computed
     num_scheduled: Int32Array = dataclasses.field(default_factory=_empty)  # [R] >= 1
     sample: BoolArray = dataclasses.field(default_factory=lambda: np.empty(0, np.bool_))  # [R]
+    num_drafts: Int32Array = dataclasses.field(default_factory=_empty)  # [R], part of num_scheduled; empty: no drafts
+    draft_token_ids: Int32Array = dataclasses.field(default_factory=_empty)  # [sum(num_drafts)], row by row
+    num_proposals: int = 0  # drafts to propose for every sampling row's next step
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,10 +124,13 @@ class RowLogprobs:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step produced: one token per sampling row of the plan, in the plan's order."""
+    """What a step produced: one token per sampling row of the plan and accepted draft, in the plan's order."""
 
     step_id: int
-    token_ids: Int32Array  # [sum(plan.sample)]
+    token_ids: Int32Array  # [S] or [sum(num_tokens)], S = sum(plan.sample)
+    num_tokens: Int32Array = dataclasses.field(default_factory=_empty)  # [S]; empty: one each
+    # [S, plan.num_proposals], NO_DRAFT where none, and after it
+    proposals: NDArray[np.int32] = dataclasses.field(default_factory=_no_proposals, metadata=typed_maps.TWO_AXES)
     logprobs: tuple[RowLogprobs, ...] = ()
     duration_s: float = 0.0
     error: str = ""  # not empty: the step failed on this rank and its tokens mean nothing

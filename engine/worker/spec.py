@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from blockferry.engine.config import Device, DType
+from blockferry.engine.config import Device, DType, SpeculationConfig
 from blockferry.engine.kv.model_layers import CacheDType
 from blockferry.engine.models.sharding import RankPlace
 
@@ -33,6 +33,7 @@ class WorkerSpec:
     pp_size: int = 1
     init_method: str = ""  # "tcp://host:port" or "file:///path", equal on all ranks; unused by a lone rank
     collective_timeout_s: float = 60.0
+    speculation: SpeculationConfig | None = None
 
     @property
     def place(self) -> RankPlace:

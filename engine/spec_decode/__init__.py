@@ -1,0 +1,1 @@
+"""Speculation: who drafts tokens, and which of them the model confirms."""

@@ -1,0 +1,38 @@
+"""The seam between a worker and who drafts tokens for it.
+
+Draft tokens only ever cost or save time: what is accepted is what the model would have drawn anyway.
+
+Legend: T tokens of the step, S sampling rows of the plan in its order, E hidden, K drafts to propose.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from blockferry.engine.request import Int32Array
+from blockferry.engine.wire import StepPlan
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class VerifiedStep:
+    """A step whose tokens are drawn; the rows' tokens have been appended already."""
+
+    plan: StepPlan
+    hidden_TE: torch.Tensor | None  # after the last layer, before the last norm; None on earlier stages
+    first_token_R: NDArray[np.int64]  # place in T of each plan row's first token; a row's tokens follow each other
+    num_tokens_S: Int32Array  # drawn per sampling row: accepted drafts, and one
+
+
+class DraftProposer(Protocol):
+    """Proposes tokens that may follow each sampling row. All ranks call it in every step that computes rows."""
+
+    def propose(self, step: VerifiedStep) -> NDArray[np.int32]:
+        """int32 [S, K], K = plan.num_proposals: NO_DRAFT where there is none, and after it.
+
+        Means something on the sampler rank only. Keeps whatever caches the proposer has of the step's tokens.
+        """
