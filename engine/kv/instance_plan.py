@@ -41,6 +41,8 @@ class InstanceRequest:
     tp_size: int = 1
     pp_size: int = 1
     cache_dtype: CacheDType = CacheDType.AUTO  # of keys, values and latents; AUTO: dtype
+    num_speculative_tokens: int = 0  # drafted per row and step
+    num_draft_layers: int | None = None  # that draft them and have caches; None: the model's own
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +192,12 @@ def _whole_ledger(stages: tuple[KVCachePlan, ...]) -> KVCacheConfig:
 def _layers_for(planner: Planner, config: Mapping[str, Any], request: InstanceRequest) -> ModelLayers:
     is_auto = request.cache_dtype is CacheDType.AUTO
     cache_dtype = CacheDType(request.dtype) if is_auto else request.cache_dtype
-    options = LayerOptions(cache_dtype=cache_dtype, tp_size=request.tp_size)
+    options = LayerOptions(
+        cache_dtype=cache_dtype,
+        tp_size=request.tp_size,
+        num_speculative_tokens=request.num_speculative_tokens,
+        num_draft_layers=request.num_draft_layers,
+    )
     model = layers_for(planner, in_dtype(config, request.dtype), options, block_size=request.block_size)
     if not is_auto and any(isinstance(spec, AttentionSpec) and spec.reach == EncoderReach() for spec in model.layers):
         raise ConfigError("cache_dtype", f"{cache_dtype} is not computed for cross attention, which {model.name} has")

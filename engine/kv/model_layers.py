@@ -61,7 +61,8 @@ class LayerOptions:
     cache_dtype: CacheDType = CacheDType.AUTO
     tp_size: int = 1
     mamba_mode: MambaMode = MambaMode.ALIGN
-    num_speculative_tokens: int = 0  # drafted per step; more than 0 takes the model's own draft layers along
+    num_speculative_tokens: int = 0  # drafted per step; more than 0 takes draft layers along
+    num_draft_layers: int | None = None  # None: the model's own
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +143,8 @@ def _decoder_caches(config: ModelConfig, options: LayerOptions) -> Iterator[_Cac
         for spec in _layer_specs(family, layer_type, config, options):
             yield _Cache(layer_number=number, spec=spec)
     if options.num_speculative_tokens:
-        for number in range(len(types), len(types) + _num_draft_layers(config)):
+        num_drafts = num_draft_layers(config) if options.num_draft_layers is None else options.num_draft_layers
+        for number in range(len(types), len(types) + num_drafts):
             for spec in _layer_specs(family, LayerType.FULL, config, options):
                 yield _Cache(layer_number=number, spec=spec, is_draft=True)
 
@@ -268,7 +270,7 @@ def _quantized_cache(config: ModelConfig) -> str | None:
     return None
 
 
-def _num_draft_layers(config: ModelConfig) -> int:
+def num_draft_layers(config: ModelConfig) -> int:
     """Layers for multi-token prediction that come with the model."""
     return config.count("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers")
 

@@ -191,6 +191,12 @@ def test_draft_layers_come_along_only_for_speculation() -> None:
     assert (model.draft_layer_ids, model.layer_numbers[-1]) == (frozenset({61}), 61)
 
 
+@pytest.mark.parametrize(("num_draft_layers", "drafting"), [(0, frozenset()), (2, {61, 62})])
+def test_draft_layers_may_be_others_than_the_models_own(num_draft_layers, drafting) -> None:
+    model = shipped("deepseek-v3", num_speculative_tokens=3, num_draft_layers=num_draft_layers)
+    assert {model.layer_numbers[i] for i in model.draft_layer_ids} == drafting
+
+
 def test_falcon_h1_keeps_attention_and_state_in_every_layer() -> None:
     model = read(
         {**LLAMA, "model_type": "falcon_h1", "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 32}
