@@ -79,6 +79,7 @@ def _worker_settings(config: DeploymentConfig, placed: PlacedInstance, *, tp_ran
         tp_size=shape.tensor_parallel,
         pp_rank=pp_rank,
         pp_size=shape.pipeline_parallel,
+        speculation=shape.scheduler.speculation,
     )
     return WorkerSettings(
         instance_id=placed.instance_id,

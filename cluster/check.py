@@ -24,7 +24,8 @@ from blockferry.cluster.instance_plans import plan_of
 from blockferry.cluster.listen import ListenError, bind
 from blockferry.cluster.offload_settings import GIB, tier_settings
 from blockferry.cluster.plan_facts import PlanFacts, facts_of_instance, summary_of
-from blockferry.engine.config import DeploymentConfig, Device, InstanceConfig
+from blockferry.cluster.speculation_settings import words_of
+from blockferry.engine.config import DeploymentConfig, Device, InstanceConfig, Role
 from blockferry.engine.errors import BlockferryError, ConfigError
 
 MIB = 2**20
@@ -76,6 +77,7 @@ def check_deployment(file: Path, *, address: str | None) -> list[Finding]:
         _check_port(config),
         _check_keys(config),
         check_weights(config.model.path),
+        _check_speculation(deployment),
         _check_lengths(deployment),
         _check_cluster(config, address) if address is not None else check_machine(deployment),
     ):
@@ -124,9 +126,9 @@ def _check_keys(config: DeploymentConfig) -> Iterator[Finding]:
 
 def check_weights(folder: Path) -> Iterator[Finding]:
     """Whether a model folder's files are there and whole, from sizes and headers alone."""
-    files = sorted(folder.glob("*.safetensors"))
     index = folder / "model.safetensors.index.json"
     if index.is_file():
+        files = set(folder.glob("*.safetensors"))
         try:
             named = set(json.loads(index.read_text())["weight_map"].values())
         except (OSError, ValueError, KeyError, AttributeError) as error:
@@ -134,16 +136,42 @@ def check_weights(folder: Path) -> Iterator[Finding]:
             return
         for name in sorted(named - {file.name for file in files}):
             yield _error("model", f"{folder / name} is missing, which {index.name} names")
+    yield from _check_files("model", folder)
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        yield _error("model", f"{folder} holds no tokenizer (tokenizer.json)")
+
+
+def _check_files(subject: str, folder: Path) -> Iterator[Finding]:
+    files = sorted(folder.glob("*.safetensors"))
     if not files:
-        yield _error("model", f"{folder} holds no *.safetensors; convert or download the weights")
+        yield _error(subject, f"{folder} holds no *.safetensors; convert or download the weights")
     damage = [(file, _damage(file)) for file in files]
     for file, reason in damage:
         if reason:
-            yield _error("model", f"{file} is damaged: {reason}; fetch it again")
+            yield _error(subject, f"{file} is damaged: {reason}; fetch it again")
     if files and not any(reason for _, reason in damage):
-        yield _ok("model", f"{len(files)} safetensors file(s), {sum(f.stat().st_size for f in files) / MIB:.0f} MiB")
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        yield _error("model", f"{folder} holds no tokenizer (tokenizer.json)")
+        yield _ok(subject, f"{len(files)} safetensors file(s), {sum(f.stat().st_size for f in files) / MIB:.0f} MiB")
+
+
+def _check_speculation(deployment: Deployment) -> Iterator[Finding]:
+    """What is drafted by whom, and whether full steps have room for all of it."""
+    config = deployment.config
+    speculation = config.instances[0].scheduler.speculation
+    if speculation is None:
+        return
+    yield _ok("speculation", words_of(speculation, deployment.header))
+    if speculation.head_path is not None:
+        yield from _check_files("speculation.head", speculation.head_path)
+    for index, instance in enumerate(config.instances):
+        limits = instance.scheduler
+        wanted = limits.max_num_seqs * (1 + speculation.num_tokens)
+        if wanted > limits.max_num_batched_tokens and instance.role is not Role.PREFILL:
+            yield _warning(
+                "speculation.num_tokens",
+                f"{limits.max_num_seqs} requests of instances[{index}] with {speculation.num_tokens} drafts each take "
+                f"{wanted} tokens of a step, which has {limits.max_num_batched_tokens}; some will draft fewer: raise "
+                "scheduler.max_num_batched_tokens to avoid that",
+            )
 
 
 def _damage(file: Path) -> str:

@@ -15,6 +15,7 @@ from blockferry.cluster.fetch import Progress
 from blockferry.cluster.instance_plans import CACHE_DTYPES, PLANNERS, plan_of
 from blockferry.cluster.offload_settings import check_offload, read_offload, tier_settings
 from blockferry.cluster.router import POLICIES
+from blockferry.cluster.speculation_settings import check_speculation, read_speculation
 from blockferry.cluster.yaml_reader import Section, load_yaml
 from blockferry.connectors.base import Overlap, TransferMode
 from blockferry.engine.config import (
@@ -68,7 +69,8 @@ def load_deployment(
     _check_name(name)
     device = Device(root.choice("device", Device.CPU, [*Device]))
     cache = _cache(root.section("cache"), CacheConfig())
-    scheduler = _scheduler(root.section("scheduler"), SchedulerConfig())
+    speculation = read_speculation(root.section("speculation"), file.parent)
+    scheduler = _scheduler(root.section("scheduler"), SchedulerConfig(speculation=speculation))
     instances = tuple(
         _instance(section, cache=cache, scheduler=scheduler, device=device) for section in root.sections("instances")
     )
@@ -84,6 +86,7 @@ def load_deployment(
     folder = wanted.find(resolve, file.parent, progress)
     header = read_checkpoint(wanted.key, folder)
     model = _model(folder, wanted, header)
+    check_speculation(speculation, model, header, instances)
     config = DeploymentConfig(
         name=name,
         model=model,
@@ -187,6 +190,7 @@ def _scheduler(section: Section, base: SchedulerConfig) -> SchedulerConfig:
         max_queue_len=section.integer("max_queue_len", base.max_queue_len, minimum=1),
         num_steps_in_flight=section.integer("num_steps_in_flight", base.num_steps_in_flight, minimum=1, maximum=8),
         policy=section.choice("policy", base.policy, ("fcfs", "priority")),
+        speculation=base.speculation,
     )
     section.finish()
     if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from blockferry.cluster.speculation_settings import num_drafting_layers
 from blockferry.engine.config import InstanceConfig, ModelConfig
 from blockferry.engine.errors import ConfigError
 from blockferry.engine.kv.instance_plan import InstancePlan, InstanceRequest, plan_instance
@@ -24,7 +25,7 @@ _PLACES = {  # where a planner's word for a setting stands in a deployment file
 
 def plan_of(model: ModelConfig, header: ModelHeader, instance: InstanceConfig, *, where: str) -> InstancePlan:
     """The plan of one instance; `where` is its place in the deployment file. Raises ConfigError."""
-    cache = instance.cache
+    cache, speculation = instance.cache, instance.scheduler.speculation
     request = InstanceRequest(
         dtype=model.dtype.value,
         max_model_len=model.max_model_len,
@@ -37,6 +38,8 @@ def plan_of(model: ModelConfig, header: ModelHeader, instance: InstanceConfig, *
         tp_size=instance.tensor_parallel,
         pp_size=instance.pipeline_parallel,
         cache_dtype=CacheDType(cache.dtype),
+        num_speculative_tokens=0 if speculation is None else speculation.num_tokens,
+        num_draft_layers=num_drafting_layers(speculation, header),
     )
     try:
         return plan_instance(header.values, request)

@@ -1,4 +1,4 @@
-"""Deployment files and model configs that come with the package, found by bare name wherever it is installed."""
+"""Deployment files, model configs and heads that draft, as they come with the package: found by bare name."""
 
 from __future__ import annotations
 
@@ -23,3 +23,9 @@ def shipped_models() -> dict[str, Path]:
     """Names and places of the shipped model configs: a config.json each, no weights."""
     folder = importlib.resources.files("blockferry.configs") / "models"
     return {Path(entry.name).stem: Path(str(entry)) for entry in folder.iterdir() if entry.name.endswith(".json")}
+
+
+def shipped_heads() -> dict[str, Path]:
+    """Names and folders of the shipped heads that draft tokens for a model: config.json and model.safetensors."""
+    folder = importlib.resources.files("blockferry.configs") / "models"
+    return {entry.name: Path(str(entry)) for entry in folder.iterdir() if (entry / "config.json").is_file()}

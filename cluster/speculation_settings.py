@@ -1,0 +1,176 @@
+"""The `speculation` section of a deployment: its keys, what it cannot be combined with, and the layers that draft.
+
+Starts nothing and reads no weights; what its instances have room for is check.py's business.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from blockferry.cluster.shipped import shipped_heads
+from blockferry.cluster.yaml_reader import Section
+from blockferry.engine.config import DraftMethod, InstanceConfig, ModelConfig, SpeculationConfig
+from blockferry.engine.errors import ConfigError, ModelLoadError
+from blockferry.engine.kv.model_config import ModelConfig as ModelValues
+from blockferry.engine.kv.model_layers import num_draft_layers
+from blockferry.engine.models.config import DENSE_ARCHITECTURES, ModelHeader, read_json
+
+MAX_NUM_TOKENS = 8
+MAX_NGRAM = 32
+WHERE = "speculation"
+_HEAD_TYPE = "llama_mtp"
+_SAME_SHAPES = (  # keys of a head's config.json that must say what the model's says
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_theta",
+)
+
+
+def read_speculation(section: Section, base: Path) -> SpeculationConfig | None:
+    """None where the file has no such section; relative folders start at `base`. Raises ConfigError."""
+    if not section.written_keys():
+        return None
+    method = DraftMethod(section.choice("method", "", [*DraftMethod]) or _missing_method(section))
+    defaults = SpeculationConfig(method=method)
+    _refuse_keys_of_others(section, method)
+    head = section.text("head", None)
+    min_ngram = section.integer("min_ngram", defaults.min_ngram, minimum=1, maximum=MAX_NGRAM)
+    speculation = SpeculationConfig(
+        method=method,
+        num_tokens=section.integer("num_tokens", defaults.num_tokens, minimum=1, maximum=MAX_NUM_TOKENS),
+        head_path=None if head is None else _head_folder(section.at("head"), head, base),
+        is_adaptive=section.flag("adaptive", default=defaults.is_adaptive),
+        min_ngram=min_ngram,
+        max_ngram=section.integer("max_ngram", max(min_ngram, defaults.max_ngram), minimum=1, maximum=MAX_NGRAM),
+    )
+    section.finish()
+    if speculation.max_ngram < min_ngram:
+        raise ConfigError(
+            section.at("max_ngram"),
+            f"{speculation.max_ngram} is less than min_ngram={min_ngram}; use {min_ngram} or more",
+        )
+    return speculation
+
+
+def _missing_method(section: Section) -> str:
+    raise ConfigError(section.at("method"), f"is missing; write one of {', '.join(DraftMethod)}")
+
+
+def _refuse_keys_of_others(section: Section, method: DraftMethod) -> None:
+    if method is DraftMethod.NGRAM and section.has("head"):
+        raise ConfigError(section.at("head"), "n-grams need no head; remove it, or use method mtp")
+    for key in ("min_ngram", "max_ngram"):
+        if method is DraftMethod.MTP and section.has(key):
+            raise ConfigError(section.at(key), "is of method ngram; remove it, or use that method")
+
+
+def _head_folder(key: str, name: str, base: Path) -> Path:
+    """A folder, or the shipped one of this name."""
+    written = Path(name).expanduser()
+    folders = [folder for folder in (base / written, written) if folder.is_dir()]
+    shipped = shipped_heads()
+    if not folders and name not in shipped:
+        hint = difflib.get_close_matches(name, shipped, n=1)
+        guess = f"; did you mean {hint[0]!r}?" if hint else ""
+        raise ConfigError(
+            key, f"{name!r} is neither a folder nor a shipped head ({', '.join(shipped) or 'none'}){guess}"
+        )
+    folder = folders[0] if folders else shipped[name]
+    if not (folder / "config.json").is_file():
+        raise ConfigError(key, f"{folder} has no config.json; give a folder with config.json and model.safetensors")
+    return folder.resolve()
+
+
+def check_speculation(
+    speculation: SpeculationConfig | None, model: ModelConfig, header: ModelHeader, instances: Sequence[InstanceConfig]
+) -> None:
+    """Raises ConfigError for what cannot work."""
+    if speculation is None:
+        return
+    if header.is_encoder_decoder:
+        raise ConfigError(WHERE, f"{header.architecture} has an encoder, for which nothing is drafted; remove it")
+    if speculation.method is DraftMethod.MTP:
+        _check_drafter(speculation.head_path, header)
+    num_rows_tokens = 1 + speculation.num_tokens
+    if num_rows_tokens > model.max_model_len:
+        raise _too_many(speculation, f"max_model_len={model.max_model_len}", model.max_model_len)
+    for index, instance in enumerate(instances):
+        budget = instance.scheduler.max_num_batched_tokens
+        if num_rows_tokens > budget:
+            raise _too_many(speculation, f"max_num_batched_tokens={budget} of instances[{index}]", budget)
+
+
+def _too_many(speculation: SpeculationConfig, limit: str, budget: int) -> ConfigError:
+    return ConfigError(
+        f"{WHERE}.num_tokens",
+        f"{speculation.num_tokens} drafts and a token are {1 + speculation.num_tokens} tokens of a row, which "
+        f"{limit} has no room for; use at most {max(budget - 1, 1)}, or raise that",
+    )
+
+
+def _check_drafter(head: Path | None, header: ModelHeader) -> None:
+    num_own = num_draft_layers(ModelValues(header.values))
+    if head is not None:
+        _check_head(head, header, num_own)
+    elif not num_own:
+        raise ConfigError(
+            f"{WHERE}.method",
+            f"mtp, but the model's config.json names no layers for it (num_nextn_predict_layers); "
+            f"add `head: FOLDER` (shipped: {', '.join(shipped_heads()) or 'none'}), or use method ngram",
+        )
+
+
+def _check_head(folder: Path, header: ModelHeader, num_own: int) -> None:
+    where = f"{WHERE}.head"
+    values = _head_values(folder)
+    if num_own:
+        raise ConfigError(where, f"the model has {num_own} layer(s) for drafting of its own; remove the head")
+    if values.get("model_type") != _HEAD_TYPE:
+        raise ConfigError(where, f"{folder} has model_type {values.get('model_type')!r}; heads have {_HEAD_TYPE!r}")
+    if header.architecture not in DENSE_ARCHITECTURES:
+        raise ConfigError(
+            where, f"{folder} is for the Llama family, not for {header.architecture}; remove it, or use method ngram"
+        )
+    expected = {
+        "base_num_hidden_layers": header.num_layers,
+        "base_vocab_size": header.vocab_size,
+        **{key: header.values[key] for key in _SAME_SHAPES if key in header.values},
+    }
+    for key, value in expected.items():
+        if key in values and values[key] != value:
+            raise ConfigError(
+                where, f"{folder} was trained for {key}={values[key]}, the model has {value}; use a head of this model"
+            )
+
+
+def _head_values(folder: Path) -> Mapping[str, Any]:
+    try:
+        return read_json(folder / "config.json")
+    except ModelLoadError as error:
+        raise ConfigError(f"{WHERE}.head", str(error)) from None
+
+
+def num_drafting_layers(speculation: SpeculationConfig | None, header: ModelHeader) -> int:
+    """Layers with caches that draft for the model. Raises ConfigError for a head whose config is broken."""
+    if speculation is None or speculation.method is DraftMethod.NGRAM:
+        return 0
+    values = header.values if speculation.head_path is None else _head_values(speculation.head_path)
+    return num_draft_layers(ModelValues(values))
+
+
+def words_of(speculation: SpeculationConfig, header: ModelHeader) -> str:
+    """What a deployment with it does, in one line."""
+    adaptive = "fewer where they are not accepted" if speculation.is_adaptive else "always as many"
+    if speculation.method is DraftMethod.NGRAM:
+        source = f"what followed the last {speculation.max_ngram} to {speculation.min_ngram} tokens before (n-grams)"
+    else:
+        whose = f"of the head {speculation.head_path}" if speculation.head_path else "of the model"
+        source = f"{num_drafting_layers(speculation, header)} layer(s) {whose} (multi-token prediction)"
+    return f"up to {speculation.num_tokens} tokens per request and step are drafted by {source}, {adaptive}"
