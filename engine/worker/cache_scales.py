@@ -26,7 +26,8 @@ from blockferry.engine.models.sharding import Span
 from blockferry.kernels.fp8 import CacheScales
 
 WIRE_DTYPE = "float8_e4m3fn"
-_NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.(?:attn\.|[kv]_proj\.)?([kv])_scale$")
+_DRAFTS = "mtp."  # layers that draft, numbered for themselves
+_NAME = re.compile(rf"(?!{re.escape(_DRAFTS)})(?:.*\.)?layers\.(\d+)\.self_attn\.(?:attn\.|[kv]_proj\.)?([kv])_scale$")
 
 
 def stored_scales(
@@ -45,7 +46,7 @@ def stored_scales(
         ModelLoadError: scales of another shape, or not positive and finite.
     """
     checkpoint = Checkpoint(path)
-    found = {(int(match[1]), match[2]): name for name in checkpoint.names if (match := _NAME.search(name)) is not None}
+    found = {(int(match[1]), match[2]): name for name in checkpoint.names if (match := _NAME.match(name)) is not None}
     wanted = {layer_id: (numbers[layer_id], "k" if is_latent(spec) else "v") for layer_id, spec in layers.items()}
     if not all((number, "k") in found and (number, kind) in found for number, kind in wanted.values()):
         return None

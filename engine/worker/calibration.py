@@ -24,6 +24,7 @@ from blockferry.engine.errors import ModelLoadError
 from blockferry.engine.kv.instance_plan import InstancePlan, InstanceRequest, plan_instance
 from blockferry.engine.kv.spec import AttentionSpec
 from blockferry.engine.models.config import ModelHeader
+from blockferry.engine.models.draft_head import num_drafting_layers
 from blockferry.engine.request import Int32Array, SamplingParams
 from blockferry.engine.wire import NO_DELTAS, NewRow, StepPlan
 from blockferry.engine.worker.spec import WorkerSpec
@@ -49,6 +50,8 @@ def calibration_plan(spec: WorkerSpec, header: ModelHeader) -> InstancePlan:
         layout=spec.layout,
         tp_size=spec.tp_size,
         pp_size=spec.pp_size,
+        num_speculative_tokens=0 if spec.speculation is None else spec.speculation.num_tokens,
+        num_draft_layers=num_drafting_layers(header, spec.speculation),
     )
     groups = plan_instance(header.values, request).ledger.groups
     num_blocks = 1 + sum(group.spec.num_blocks_for(num_tokens + 1) for group in groups)

@@ -106,8 +106,10 @@ class Worker:
         return self._model
 
     def fingerprint(self) -> str:
-        """What the model is, for the connector's handshake; equal on every host with the same checkpoint."""
-        return fingerprint(self.spec.model_path)
+        """What the model and its draft head are, for the connector's handshake; equal wherever the files are."""
+        head = None if self.spec.speculation is None else self.spec.speculation.head_path
+        folders = [self.spec.model_path] if head is None else [self.spec.model_path, head]
+        return "+".join(map(fingerprint, folders))
 
     def layouts(self) -> tuple[PoolLayout, ...]:
         """Where every page lies that may be ferried, once init_cache() made them."""
@@ -145,11 +147,21 @@ class Worker:
         self._open(plan, views, layer_compute(device, self.model, caches, reports.layer_done), scales, reports)
 
     def _find_scales(self, plan: InstancePlan) -> Mapping[int, CacheScales]:
-        """Of every layer that attends, by layer id; from calibration, of this stage's."""
+        """Of every layer that attends, by layer id; from calibration, of this stage's.
+
+        Layers that draft are asked for by themselves, so that the model's scales are the same with and without them.
+        """
         attending = {i: spec for i, spec in enumerate(plan.model.layers) if isinstance(spec, AttentionSpec)}
-        numbers, device = plan.model.layer_numbers, self._device
-        stored = stored_scales(self.spec.model_path, attending, numbers, kv_heads=self._kv_heads, device=device)
-        return self._calibrate() if stored is None else stored
+        drafting = {i: attending.pop(i) for i in plan.model.draft_layer_ids}
+        stored, of_drafts = (
+            stored_scales(
+                self.spec.model_path, wanted, plan.model.layer_numbers, kv_heads=self._kv_heads, device=self._device
+            )
+            for wanted in (attending, drafting)
+        )
+        if stored is not None and of_drafts is not None:
+            return {**stored, **of_drafts}
+        return {**self._calibrate(), **(stored or {}), **(of_drafts or {})}
 
     def _calibrate(self) -> Mapping[int, CacheScales]:
         header = self.model.header
