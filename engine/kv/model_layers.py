@@ -177,10 +177,7 @@ def _reach_of(layer_type: LayerType, config: ModelConfig) -> Reach | None:
 def _state_spec(family: Family, config: ModelConfig, options: LayerOptions) -> MambaSpec:
     if family.state is None:
         raise ConfigError("config.json", f"model_type {config.model_type!r} has recurrent layers of an unknown shape")
-    shapes = family.state(
-        config,
-        StateOptions(tp_size=options.tp_size, num_speculative_tokens=options.num_speculative_tokens),
-    )
+    shapes = family.state(config, StateOptions(tp_size=options.tp_size))
     weight_bytes = _weight_bytes(config)
     recurrent_dtype = config.text("mamba_ssm_cache_dtype", config.text("mamba_ssm_dtype", "auto"))
     recurrent_bytes = weight_bytes if recurrent_dtype == "auto" else _dtype_bytes("mamba_ssm_dtype", recurrent_dtype)

@@ -1,9 +1,10 @@
 """State of one recurrent layer, by family: the shapes of its tensors on one rank, and what their rows are.
 
 Shapes are those that the models' authors and transformers use (models/*/modeling_*.py), with the last kernel - 1
-inputs for a convolution, which is all that the next token needs. Knows configs, nothing of blocks.
+inputs for a convolution, which is all that the next token needs: drafts have whole states to roll back to, in blocks of
+their own. Knows configs, nothing of blocks.
 
-Legend: D inner channels, H heads, P head dim, N state size, G groups, K convolution kernel, S speculative tokens.
+Legend: D inner channels, H heads, P head dim, N state size, G groups, K convolution kernel.
 """
 
 from __future__ import annotations
@@ -37,21 +38,20 @@ class StateOptions:
     """What shapes depend on besides the model."""
 
     tp_size: int = 1
-    num_speculative_tokens: int = 0  # each needs one more input of the convolution, to roll back to
 
 
 StateReader = Callable[[ModelConfig, StateOptions], StateShapes]
 
 
 def mamba1_state(config: ModelConfig, options: StateOptions) -> StateShapes:
-    """Mamba and Jamba: [D, K-1+S] and [D, N]."""
+    """Mamba and Jamba: [D, K-1] and [D, N]."""
     expand = config.integer("mamba_expand", "expand", default=2)
     inner = config.find_integer("mamba_d_inner") or expand * config.integer("hidden_size", "d_model")
     channels = _share(inner, options, "inner channels")
     kernel = config.integer("mamba_d_conv", "conv_kernel", "d_conv", default=4)
     state = config.integer("mamba_d_state", "state_size", "d_state", default=16)
     return StateShapes(
-        conv=(channels, _conv_length(kernel, options)),
+        conv=(channels, kernel - 1),
         conv_fields=(StateField(name="conv", num_units=inner, rows_per_unit=1),),
         recurrent=(channels, state),
         recurrent_fields=(StateField(name="recurrent", num_units=inner, rows_per_unit=1),),
@@ -59,7 +59,7 @@ def mamba1_state(config: ModelConfig, options: StateOptions) -> StateShapes:
 
 
 def mamba2_state(config: ModelConfig, options: StateOptions) -> StateShapes:
-    """Mamba 2, Bamba, Falcon-H1, Granite 4, Nemotron-H: [D + 2 G N, K-1+S] and [H, P, N].
+    """Mamba 2, Bamba, Falcon-H1, Granite 4, Nemotron-H: [D + 2 G N, K-1] and [H, P, N].
 
     Fewer groups than ranks are copied to ranks, so that each has what its heads need.
     """
@@ -71,7 +71,7 @@ def mamba2_state(config: ModelConfig, options: StateOptions) -> StateShapes:
     kernel = config.integer("mamba_d_conv", "conv_kernel", default=4)
     channels = _share(inner, options, "inner channels") + 2 * _share(num_held_groups, options, "groups") * state
     return StateShapes(
-        conv=(channels, _conv_length(kernel, options)),
+        conv=(channels, kernel - 1),
         conv_fields=(
             StateField(name="conv.x", num_units=heads, rows_per_unit=inner // heads),
             StateField(name="conv.b", num_units=groups, rows_per_unit=state),
@@ -83,7 +83,7 @@ def mamba2_state(config: ModelConfig, options: StateOptions) -> StateShapes:
 
 
 def gated_delta_net_state(config: ModelConfig, options: StateOptions) -> StateShapes:
-    """Qwen3-Next and Qwen3.5: [2 Hk Pk + Hv Pv, K-1+S] and [Hv, Pk, Pv]."""
+    """Qwen3-Next and Qwen3.5: [2 Hk Pk + Hv Pv, K-1] and [Hv, Pk, Pv]."""
     num_keys, num_values = config.integer("linear_num_key_heads"), config.integer("linear_num_value_heads")
     key_heads = _share(num_keys, options, "key heads of linear attention")
     value_heads = _share(num_values, options, "value heads of linear attention")
@@ -92,7 +92,7 @@ def gated_delta_net_state(config: ModelConfig, options: StateOptions) -> StateSh
     kernel = config.integer("linear_conv_kernel_dim", default=4)
     channels = 2 * key_heads * key_dim + value_heads * value_dim
     return StateShapes(
-        conv=(channels, _conv_length(kernel, options)),
+        conv=(channels, kernel - 1),
         conv_fields=(
             StateField(name="conv.q", num_units=num_keys, rows_per_unit=key_dim),
             StateField(name="conv.k", num_units=num_keys, rows_per_unit=key_dim),
@@ -104,12 +104,12 @@ def gated_delta_net_state(config: ModelConfig, options: StateOptions) -> StateSh
 
 
 def short_conv_state(config: ModelConfig, options: StateOptions) -> StateShapes:
-    """LFM2: [D, K-1+S] alone."""
+    """LFM2: [D, K-1] alone."""
     num_channels = config.integer("hidden_size")
     channels = _share(num_channels, options, "convolution channels")
     kernel = config.integer("conv_L_cache", default=3)
     return StateShapes(
-        conv=(channels, _conv_length(kernel, options)),
+        conv=(channels, kernel - 1),
         conv_fields=(StateField(name="conv", num_units=num_channels, rows_per_unit=1),),
     )
 
@@ -135,7 +135,3 @@ def _share(count: int, options: StateOptions, what: str) -> int:
             "tp", f"{count} {what} cannot be shared by {options.tp_size} ranks; use a divisor of {count} for tp"
         )
     return count // options.tp_size
-
-
-def _conv_length(kernel: int, options: StateOptions) -> int:
-    return kernel - 1 + options.num_speculative_tokens

@@ -147,9 +147,9 @@ def test_states_are_split_among_ranks() -> None:
         state(shipped("qwen3-next-80b", tp_size=32))
 
 
-def test_speculation_lengthens_convolutions_and_adds_states() -> None:
+def test_speculation_adds_a_state_per_draft_of_the_same_shape() -> None:
     spec = state(shipped("qwen3-next-80b", num_speculative_tokens=2, mamba_mode=MambaMode.NONE))
-    assert spec.shapes[0] == (8192, 5)
+    assert spec.shapes[0] == (8192, 3)
     assert (spec.num_speculative_blocks, spec.mode) == (2, MambaMode.NONE)
 
 

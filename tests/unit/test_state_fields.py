@@ -50,8 +50,8 @@ def models(draw):
             return config | {"model_type": "lfm2", "full_attn_idxs": [1], "conv_L_cache": draw(st.integers(2, 4))}
 
 
-def spec_of(config, tp_size, num_speculative_tokens=0):
-    options = LayerOptions(block_size=16, tp_size=tp_size, num_speculative_tokens=num_speculative_tokens)
+def spec_of(config, tp_size):
+    options = LayerOptions(block_size=16, tp_size=tp_size)
     return next(spec for spec in layers_of(config, options).layers if isinstance(spec, MambaSpec))
 
 
@@ -126,11 +126,10 @@ def move(source, target, part):
     config=models(),
     sizes=st.tuples(st.sampled_from(TP_SIZES), st.sampled_from(TP_SIZES)),
     orders=st.tuples(st.sampled_from(["BHLNC", "LBNHC"]), st.sampled_from(["BHLNC", "BLHNC"])),
-    num_speculative_tokens=st.integers(0, 2),
 )
 @settings(max_examples=60, deadline=None)
-def test_every_rank_gets_its_rows_of_the_whole_state(config, sizes, orders, num_speculative_tokens):
-    whole_spec, *specs = (spec_of(config, size, num_speculative_tokens) for size in (1, *sizes))
+def test_every_rank_gets_its_rows_of_the_whole_state(config, sizes, orders):
+    whole_spec, *specs = (spec_of(config, size) for size in (1, *sizes))
     rng = np.random.default_rng(0)
     whole = {
         (layer, tensor): torch.from_numpy(rng.random(shape, np.float32))
@@ -158,10 +157,10 @@ def test_every_rank_gets_its_rows_of_the_whole_state(config, sizes, orders, num_
         assert not target.memory.any(), "bytes outside of the block have changed"
 
 
-@given(config=models(), tp_size=st.sampled_from(TP_SIZES), num_speculative_tokens=st.integers(0, 2))
+@given(config=models(), tp_size=st.sampled_from(TP_SIZES))
 @settings(max_examples=60, deadline=None)
-def test_fields_name_every_row_of_every_tensor(config, tp_size, num_speculative_tokens):
-    spec = spec_of(config, tp_size, num_speculative_tokens)
+def test_fields_name_every_row_of_every_tensor(config, tp_size):
+    spec = spec_of(config, tp_size)
     named = [sum(field.num_rows(tp_size) for field in fields) for fields in spec.fields]
     assert named == [shape[0] for shape in spec.shapes]
 
