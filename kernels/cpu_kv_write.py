@@ -39,10 +39,18 @@ class KvWrite:
         if not is_readable or slot_mapping_T.stride(0) != 1:
             kv_write_oracle(k_TKD, v_TKD, kv_cache, slot_mapping_T)
             return
-        num_tokens, num_bytes = len(slot_mapping_T), kv_cache.element_size()
+        arguments = self.arguments(k_TKD, v_TKD, kv_cache, slot_mapping_T)
+        num_bytes = 4 * len(slot_mapping_T) * k_TKD.shape[1] * k_TKD.shape[2] * kv_cache.element_size()
+        self._launcher.run(self.prepare(), choose_num_threads(num_bytes), len(slot_mapping_T), arguments)
+
+    def arguments(
+        self, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv_cache: torch.Tensor, slot_mapping_T: torch.Tensor
+    ) -> tuple[int, ...]:
+        """Of the kernel; an item is a token. All are of one type, with dense heads."""
+        num_bytes = kv_cache.element_size()
         _, num_kv_heads, head_dim = k_TKD.shape
         stride_block, stride_head, stride_token, _ = kv_cache.stride()
-        arguments = (
+        return (
             k_TKD.data_ptr(),
             v_TKD.data_ptr(),
             kv_cache.data_ptr(),
@@ -56,8 +64,6 @@ class KvWrite:
             stride_head * num_bytes,
             stride_token * num_bytes,
         )
-        num_threads = choose_num_threads(4 * num_tokens * num_kv_heads * head_dim * num_bytes)
-        self._launcher.run(self.prepare(), num_threads, num_tokens, arguments)
 
 
 def kv_write_oracle(

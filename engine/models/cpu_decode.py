@@ -1,6 +1,8 @@
 """A whole decode step of a decoder's layers as one call on CPUs with AMX: bfloat16, one rank, up to 64 rows.
 
-Same kernels and same results as layer by layer; what it saves is Python. Owns the buffers that the kernels work in.
+Same kernels and same results as layer by layer; what it saves is Python. All keys and values of a layer are stored
+before any row attends, so rows may be tokens that follow each other in one sequence, as they are where drafts are
+verified. Owns the buffers that the kernels work in.
 
     x, residual [64, E]   qkv [64, H + 2K, D]   attended [64, H, D]   gated [64, 2F]   activated [64, F]
 
@@ -19,6 +21,7 @@ from blockferry.engine.models.cpu_linear import CpuLinear
 from blockferry.engine.models.decoder import Decoder
 from blockferry.engine.models.tape_source import DenseLayer, TapeSource
 from blockferry.kernels.cpu_emit import LANES, Element
+from blockferry.kernels.cpu_kv_write import KvWrite
 from blockferry.kernels.cpu_launch import KernelStore, Launcher, kernel_store
 from blockferry.kernels.cpu_linear import MAX_FEW_ROWS
 from blockferry.kernels.cpu_paged_decode import PagedDecode
@@ -47,8 +50,6 @@ class TapedDecode:
     def accepts(self, metadata: AttentionMetadata) -> bool:
         """Whether a step is one that the tape can run."""
         num_rows, num_columns = metadata.block_table_RM.shape
-        if metadata.shares_writes:  # the kernels write each row's token as they attend it
-            return False
         is_decode = metadata.num_decode_rows == metadata.num_tokens == num_rows
         return is_decode and num_rows <= MAX_ROWS and num_columns <= self._buffers.table_RM.shape[1]
 
@@ -88,6 +89,7 @@ class _Buffers:
         self.gated_R2F, self.activated_RF = make(2 * num_features), make(num_features)
         self.positions_R = torch.zeros(MAX_ROWS, dtype=torch.int64)
         self.slots_R = torch.zeros(MAX_ROWS, dtype=torch.int64)
+        self.no_slots_R = torch.full((MAX_ROWS,), -1, dtype=torch.int64)  # attention has nothing left to write
         self.seq_lens_R = torch.zeros(MAX_ROWS, dtype=torch.int32)
         num_columns = -(-len(source.cos_sin) // block_size)
         self.table_RM = torch.zeros((MAX_ROWS, num_columns), dtype=torch.int32)
@@ -102,7 +104,7 @@ class _Recorder:
         self._source = source
         self._buffers = buffers
         self._norm, self._rotary, self._silu = RmsNorm(launcher), Rotary(launcher), SiluMul(launcher)
-        self._decode = PagedDecode(launcher)
+        self._write, self._decode = KvWrite(launcher), PagedDecode(launcher)
 
     def record_layer(self, layer: DenseLayer, pages: torch.Tensor) -> None:
         """Append one layer; it begins with x to add to the residual, but for the first one."""
@@ -155,6 +157,8 @@ class _Recorder:
     def _attend(self, pages: torch.Tensor) -> None:
         buffers, source = self._buffers, self._source
         num_kv_heads = buffers.k_RKD.shape[1]
+        arguments = self._write.arguments(buffers.k_RKD, buffers.v_RKD, pages, buffers.slots_R)
+        self.kernels.append(TapedKernel(kernel=self._write.prepare(), arguments=arguments, items_per_row=1))
         kernel = self._decode.prepare(
             Element.BFLOAT16, head_dim=source.head_dim, group_size=buffers.q_RHD.shape[1] // num_kv_heads
         )
@@ -163,7 +167,7 @@ class _Recorder:
             pages,
             block_table_RM=buffers.table_RM,
             seq_lens_R=buffers.seq_lens_R,
-            slot_mapping_R=buffers.slots_R,
+            slot_mapping_R=buffers.no_slots_R,
             rule=AttentionRule(scale=source.head_dim**-0.5),
             out_RHD=buffers.attended_RHD,
         )

@@ -20,11 +20,15 @@ import torch
 from torch.nn import functional
 
 from blockferry.engine.attention.base import AttentionMetadata
+from blockferry.engine.attention.latent import TorchLatentAttention
 from blockferry.engine.config import Device, cache_dir
-from blockferry.engine.models.llama import Placement
-from blockferry.engine.models.registry import load_model
+from blockferry.engine.models.registry import ModelParts, load_model
 from blockferry.engine.models.sharding import RankPlace
+from blockferry.engine.models.step import nobody_waits
+from blockferry.engine.models.torch_state_ops import TorchStateOps
+from blockferry.engine.models.weights import Placement
 from blockferry.engine.worker.backends import attention_backend, layer_compute, layer_ops
+from blockferry.engine.worker.paged_caches import GroupMetadata, LayerPages, PagedCaches, StagePages
 from blockferry.engine.worker.parallel import LoneCommunicator
 
 BLOCK_SIZE, MAX_MODEL_LEN = 16, 2048
@@ -35,16 +39,18 @@ class Decoder:
 
     def __init__(self, path: Path, num_blocks: int) -> None:
         placement = Placement(dtype=torch.bfloat16, device=torch.device("cpu"), max_model_len=MAX_MODEL_LEN)
-        self.model = load_model(
-            path, RankPlace(), placement=placement, ops=layer_ops(Device.CPU), communicator=LoneCommunicator()
-        )
-        config = self.model.config
-        shape = (num_blocks, config.num_kv_heads, config.num_layers, BLOCK_SIZE, 2 * config.head_dim)
+        parts = ModelParts(ops=layer_ops(Device.CPU), state_ops=TorchStateOps(), communicator=LoneCommunicator())
+        self.model = load_model(path, RankPlace(), placement=placement, parts=parts)
+        source = self.model.tape_source
+        assert source is not None, "a Llama can be taped"
+        shape = (num_blocks, source.num_kv_heads, len(source.layers), BLOCK_SIZE, 2 * source.head_dim)
         # NumPy's memory, as a worker's pool: it asks for huge pages, torch's does not
         pool = torch.from_numpy(np.zeros(shape, np.int16)).view(torch.bfloat16)
         pool.normal_(0.0, 0.3)  # pages that were never written would all be one page of zeros
-        pages = list(pool.unbind(2))
-        self.layers = layer_compute(Device.CPU, self.model, attention_backend(Device.CPU), pages)
+        pages = {number: LayerPages(group=0, tensors=(layer,)) for number, layer in enumerate(pool.unbind(2))}
+        stage = StagePages(attention=pages, states={})
+        caches = PagedCaches(stage, attention_backend(Device.CPU), TorchLatentAttention())
+        self.layers = layer_compute(Device.CPU, self.model, caches, nobody_waits)
         assert self.model.head is not None, "one stage has a head"
         self.linears = [*self.model.layer_linears, self.model.head]
         self.weights = [torch.randn(linear.out_features, linear.in_features).bfloat16() for linear in self.linears]
@@ -61,7 +67,8 @@ class Decoder:
 
     def run_step(self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> np.ndarray:
         """A whole step with its greedy tokens."""
-        hidden = self.layers.forward(self.model.embed(token_ids), positions, metadata)
+        groups = [GroupMetadata(attention=metadata)]
+        hidden = self.layers.forward(self.model.embed(token_ids), positions, groups)
         logits = self.model.logits(hidden[(metadata.query_start_R1[1:] - 1).long()])
         assert logits is not None, "one rank has the logits"
         return logits.float().numpy().argmax(-1)
@@ -119,7 +126,7 @@ def main() -> None:
     for num_rows, query_len, seq_len in shapes:
         metadata = make_step(num_rows, query_len, seq_len)
         num_tokens = num_rows * query_len
-        token_ids = torch.randint(decoder.model.config.vocab_size, (num_tokens,))
+        token_ids = torch.randint(decoder.model.header.vocab_size, (num_tokens,))
         positions = torch.arange(seq_len - query_len, seq_len).repeat(num_rows)
         inputs = [torch.randn(num_tokens, linear.in_features).bfloat16() for linear in decoder.linears]
         inputs[-1] = inputs[-1][:num_rows]

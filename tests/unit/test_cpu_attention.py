@@ -151,6 +151,30 @@ def test_decode_rows_do_not_depend_on_other_rows_or_threads(num_threads):
     assert torch.equal(alone[0], together[8])
 
 
+@pytest.mark.parametrize("terms", [(None,) * 4, (37, None, 3.0, True), (None, 48, None, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_tokens_of_one_sequence_in_one_step_equal_a_step_for_each(dtype, terms):
+    attention, rule = CpuAttention(), make_rule(*terms, num_heads=6, scale=0.125)
+    seq_lens = [95, 96, 97, 98, 15, 16, 17]  # two sequences, four and three tokens
+    generator = torch.Generator().manual_seed(1)
+    pool = torch.randn(10, 2, 16, 128, generator=generator).to(dtype)
+    q, k, v = torch.randn(7, 10, 64, generator=generator).to(dtype).split((6, 2, 2), dim=1)
+    metadata = make_metadata([1] * 7, seq_lens, block_size=16, num_decode_rows=7)
+    table = torch.tensor([[1, 2, 3, 4, 5, 6, 7]] * 4 + [[8, 9, 0, 0, 0, 0, 0]] * 3, dtype=torch.int32)
+    positions = torch.tensor(seq_lens) - 1
+    slots = table.gather(1, positions[:, None] // 16)[:, 0].long() * 16 + positions % 16
+    together = dataclasses.replace(metadata, block_table_RM=table, slot_mapping_T=slots, shares_writes=True)
+    pages = pool.clone()
+    actual = attention.forward(q, k, v, kv_cache=pages, metadata=together, rule=rule)
+    for row, seq_len in enumerate(seq_lens):
+        alone = make_metadata([1], [seq_len], block_size=16, num_decode_rows=1)
+        one = slice(row, row + 1)
+        alone = dataclasses.replace(alone, block_table_RM=table[one], slot_mapping_T=slots[one])
+        expected = attention.forward(q[one], k[one], v[one], kv_cache=pool, metadata=alone, rule=rule)
+        assert torch.equal(actual[one], expected)
+    assert torch.equal(pool, pages)
+
+
 @pytest.mark.parametrize(
     ("query_lens", "seq_lens", "block_size"),
     [([1, 31, 33], [1, 31, 33], 16), ([200, 5], [200, 170], 1), ([65], [300], 32)],

@@ -63,6 +63,33 @@ def test_taped_step_equals_layer_by_layer(tmp_path: Path, family: str) -> None:
             setup.run_both(seq_lens)
 
 
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_tokens_of_one_sequence_in_one_step_equal_a_step_for_each(tmp_path: Path, num_threads: int) -> None:
+    setup = Setup(tmp_path, "llama")
+    starts, num_tokens = [14, 70], 4  # one crosses a block's border
+    tables = make_table([start + num_tokens for start in starts], num_blocks=NUM_BLOCKS)
+    seq_lens = [start + token + 1 for start in starts for token in range(num_tokens)]
+    metadata = make_metadata([1] * len(seq_lens), seq_lens, tables.repeat_interleave(num_tokens, dim=0))
+    x, positions = torch.randn(len(seq_lens), 96).bfloat16(), torch.tensor(seq_lens) - 1
+    previous, before = torch.get_num_threads(), setup.pool.clone()
+    torch.set_num_threads(num_threads)
+    try:
+        with torch.inference_mode():
+            expected = []
+            for token, seq_len in enumerate(seq_lens):
+                step = make_metadata([1], [seq_len], metadata.block_table_RM[token : token + 1])
+                place = slice(token, token + 1)
+                expected.append(setup.taped.forward(x[place], positions[place], step))
+            pages = setup.pool.clone()
+            setup.pool.copy_(before)
+            together = dataclasses.replace(metadata, shares_writes=True)
+            assert setup.taped.accepts(together)
+            assert torch.equal(setup.taped.forward(x, positions, together), torch.cat(expected))
+            assert torch.equal(setup.pool, pages)
+    finally:
+        torch.set_num_threads(previous)
+
+
 def test_taped_step_equals_itself_on_two_threads(tmp_path: Path) -> None:
     setup = Setup(tmp_path, "llama")
     previous = torch.get_num_threads()
