@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from blockferry.cluster.speculation_settings import num_drafting_layers
+from blockferry.cluster.speculation_settings import num_layers_that_draft
 from blockferry.engine.config import InstanceConfig, ModelConfig
 from blockferry.engine.errors import ConfigError
 from blockferry.engine.kv.instance_plan import InstancePlan, InstanceRequest, plan_instance
@@ -39,7 +39,7 @@ def plan_of(model: ModelConfig, header: ModelHeader, instance: InstanceConfig, *
         pp_size=instance.pipeline_parallel,
         cache_dtype=CacheDType(cache.dtype),
         num_speculative_tokens=0 if speculation is None else speculation.num_tokens,
-        num_draft_layers=num_drafting_layers(speculation, header),
+        num_draft_layers=num_layers_that_draft(speculation, header),
     )
     try:
         return plan_instance(header.values, request)

@@ -6,31 +6,19 @@ Starts nothing and reads no weights; what its instances have room for is check.p
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from blockferry.cluster.shipped import shipped_heads
 from blockferry.cluster.yaml_reader import Section
 from blockferry.engine.config import DraftMethod, InstanceConfig, ModelConfig, SpeculationConfig
 from blockferry.engine.errors import ConfigError, ModelLoadError
-from blockferry.engine.kv.model_config import ModelConfig as ModelValues
-from blockferry.engine.kv.model_layers import num_draft_layers
-from blockferry.engine.models.config import DENSE_ARCHITECTURES, ModelHeader, read_json
+from blockferry.engine.models.config import DENSE_ARCHITECTURES, ModelHeader
+from blockferry.engine.models.draft_head import num_drafting_layers
 
 MAX_NUM_TOKENS = 8
 MAX_NGRAM = 32
 WHERE = "speculation"
-_HEAD_TYPE = "llama_mtp"
-_SAME_SHAPES = (  # keys of a head's config.json that must say what the model's says
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "rope_theta",
-)
 
 
 def read_speculation(section: Section, base: Path) -> SpeculationConfig | None:
@@ -96,8 +84,7 @@ def check_speculation(
         return
     if header.is_encoder_decoder:
         raise ConfigError(WHERE, f"{header.architecture} has an encoder, for which nothing is drafted; remove it")
-    if speculation.method is DraftMethod.MTP:
-        _check_drafter(speculation.head_path, header)
+    num_layers_that_draft(speculation, header)
     num_rows_tokens = 1 + speculation.num_tokens
     if num_rows_tokens > model.max_model_len:
         raise _too_many(speculation, f"max_model_len={model.max_model_len}", model.max_model_len)
@@ -115,54 +102,16 @@ def _too_many(speculation: SpeculationConfig, limit: str, budget: int) -> Config
     )
 
 
-def _check_drafter(head: Path | None, header: ModelHeader) -> None:
-    num_own = num_draft_layers(ModelValues(header.values))
-    if head is not None:
-        _check_head(head, header, num_own)
-    elif not num_own:
-        raise ConfigError(
-            f"{WHERE}.method",
-            f"mtp, but the model's config.json names no layers for it (num_nextn_predict_layers); "
-            f"add `head: FOLDER` (shipped: {', '.join(shipped_heads()) or 'none'}), or use method ngram",
-        )
-
-
-def _check_head(folder: Path, header: ModelHeader, num_own: int) -> None:
-    where = f"{WHERE}.head"
-    values = _head_values(folder)
-    if num_own:
-        raise ConfigError(where, f"the model has {num_own} layer(s) for drafting of its own; remove the head")
-    if values.get("model_type") != _HEAD_TYPE:
-        raise ConfigError(where, f"{folder} has model_type {values.get('model_type')!r}; heads have {_HEAD_TYPE!r}")
-    if header.architecture not in DENSE_ARCHITECTURES:
-        raise ConfigError(
-            where, f"{folder} is for the Llama family, not for {header.architecture}; remove it, or use method ngram"
-        )
-    expected = {
-        "base_num_hidden_layers": header.num_layers,
-        "base_vocab_size": header.vocab_size,
-        **{key: header.values[key] for key in _SAME_SHAPES if key in header.values},
-    }
-    for key, value in expected.items():
-        if key in values and values[key] != value:
-            raise ConfigError(
-                where, f"{folder} was trained for {key}={values[key]}, the model has {value}; use a head of this model"
-            )
-
-
-def _head_values(folder: Path) -> Mapping[str, Any]:
+def num_layers_that_draft(speculation: SpeculationConfig | None, header: ModelHeader) -> int:
+    """Layers with caches of their own. Raises ConfigError where the model has none, or a head is of another model."""
     try:
-        return read_json(folder / "config.json")
+        return num_drafting_layers(header, speculation)
     except ModelLoadError as error:
-        raise ConfigError(f"{WHERE}.head", str(error)) from None
-
-
-def num_drafting_layers(speculation: SpeculationConfig | None, header: ModelHeader) -> int:
-    """Layers with caches that draft for the model. Raises ConfigError for a head whose config is broken."""
-    if speculation is None or speculation.method is DraftMethod.NGRAM:
-        return 0
-    values = header.values if speculation.head_path is None else _head_values(speculation.head_path)
-    return num_draft_layers(ModelValues(values))
+        if speculation is not None and speculation.head_path is not None:
+            raise ConfigError(f"{WHERE}.head", str(error)) from None
+        takes_heads = header.architecture in DENSE_ARCHITECTURES
+        known = f" (shipped: {', '.join(shipped_heads()) or 'none'}), or use method ngram" if takes_heads else ""
+        raise ConfigError(f"{WHERE}.method", f"{error}{known}") from None
 
 
 def words_of(speculation: SpeculationConfig, header: ModelHeader) -> str:
@@ -172,5 +121,5 @@ def words_of(speculation: SpeculationConfig, header: ModelHeader) -> str:
         source = f"what followed the last {speculation.max_ngram} to {speculation.min_ngram} tokens before (n-grams)"
     else:
         whose = f"of the head {speculation.head_path}" if speculation.head_path else "of the model"
-        source = f"{num_drafting_layers(speculation, header)} layer(s) {whose} (multi-token prediction)"
+        source = f"{num_layers_that_draft(speculation, header)} layer(s) {whose} (multi-token prediction)"
     return f"up to {speculation.num_tokens} tokens per request and step are drafted by {source}, {adaptive}"

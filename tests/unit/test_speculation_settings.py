@@ -14,6 +14,7 @@ from blockferry.cluster.check import Level, check_deployment
 from blockferry.cluster.deployment import Deployment, load_deployment
 from blockferry.cluster.instance_plans import plan_of
 from blockferry.cluster.running import Running
+from blockferry.cluster.shipped import shipped_models
 from blockferry.engine.config import DraftMethod, SpeculationConfig
 from blockferry.engine.errors import ConfigError
 from blockferry.engine.kv.instance_plan import InstancePlan
@@ -25,7 +26,7 @@ HEAD = {
     "base_num_hidden_layers": 4,
     "base_vocab_size": 256,
 }
-OWN = {"num_nextn_predict_layers": 1}
+OWN = json.loads(shipped_models()["deepseek-v3"].read_text()) | {"num_hidden_layers": 4}
 STATES = {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "full_attn_idxs": [1, 3], "conv_L_cache": 3} | {
     "hidden_size": 64,
     "num_attention_heads": 4,
@@ -134,7 +135,7 @@ def test_states_of_drafts_have_blocks(folder: Path) -> None:
         ("{method: ngram, min_ngram: 0}", "min_ngram", "at least 1|between 1"),
         ("{method: ngram, max_ngram: 1}", "max_ngram", "1 is less than min_ngram=2; use 2 or more"),
         ("{method: mtp, head: head, min_ngram: 2}", "min_ngram", "is of method ngram"),
-        ("{method: mtp}", "method", "names no layers for it|ngram"),
+        ("{method: mtp}", "method", "LlamaForCausalLM has no layers that predict several tokens; give a head folder"),
         ("{method: mtp, head: nowhere}", "head", "'nowhere' is neither a folder nor a shipped head"),
         ("{method: mtp, head: .}", "head", "has no config.json"),
     ],
@@ -148,11 +149,11 @@ def test_mistake_is_refused_with_path_and_remedy(folder: Path, speculation: str,
 @pytest.mark.parametrize(
     ("head", "words"),
     [
-        ({"model_type": "llama"}, "model_type 'llama'; heads have 'llama_mtp'"),
-        ({"hidden_size": 64}, "trained for hidden_size=64, the model has 72"),
-        ({"base_num_hidden_layers": 30}, "trained for base_num_hidden_layers=30, the model has 4"),
-        ({"base_vocab_size": 49152}, "trained for base_vocab_size=49152, the model has 256"),
-        ({"num_key_value_heads": 9}, "trained for num_key_value_heads=9, the model has 3"),
+        ({"model_type": "llama"}, "model_type is 'llama'; a head folder says 'llama_mtp'"),
+        ({"hidden_size": 64}, "hidden_size=64, the model has 72"),
+        ({"base_num_hidden_layers": 30}, "base_num_hidden_layers=30, the model has 4"),
+        ({"base_vocab_size": 49152}, "base_vocab_size=49152, the model has 256"),
+        ({"num_key_value_heads": 9}, "num_key_value_heads=9, the model has 3"),
     ],
 )
 def test_a_head_of_another_model_is_refused(folder: Path, head: dict[str, Any], words: str) -> None:
@@ -163,7 +164,7 @@ def test_a_head_of_another_model_is_refused(folder: Path, head: dict[str, Any], 
 
 
 @pytest.mark.parametrize(
-    ("model", "words"), [(OWN, "1 layer(s) for drafting of its own"), (STATES, "not for Lfm2ForCausalLM")]
+    ("model", "words"), [(OWN, "the model is a DeepseekV3ForCausalLM"), (STATES, "the model is a Lfm2ForCausalLM")]
 )
 def test_a_head_is_refused_for_models_that_take_none(folder: Path, model: dict[str, Any], words: str) -> None:
     write_model(folder, model)
