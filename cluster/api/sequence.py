@@ -146,8 +146,9 @@ class SequenceRun:
                 is_running = output.finish_reason is None
                 if output.finish_reason is FinishReason.ERROR:
                     raise ApiError(f"the engine failed: {output.error}", status=503, code="engine_failed")
-                times.on_tokens(len(output.token_ids), time.monotonic())
+                num_before = self._text.num_output_tokens
                 delta = self._text.absorb(output)
+                times.on_tokens(self._text.num_output_tokens - num_before, time.monotonic())
                 if delta is None:
                     continue
                 reason = delta.finish_reason

@@ -11,7 +11,7 @@ from support import tiny_tokenizers
 from blockferry.cluster.api.client import RequestOutput
 from blockferry.cluster.api.served_model import ServedModel
 from blockferry.engine.errors import InstanceFailed, QueueFull, RequestRejected
-from blockferry.engine.request import FinishReason, Request, RequestStats, TokenLogprobs
+from blockferry.engine.request import FinishReason, Request, RequestStats, SamplingParams, TokenLogprobs
 
 Reply = Callable[[Request], list[int]]
 
@@ -25,14 +25,18 @@ def echo_reply(request: Request) -> list[int]:
 
 
 class TinyEngine:
-    """Answers with `reply(request)`, one token every `delay_s`; the reply's stop tokens count.
+    """Answers with `reply(request)`, `num_at_once` tokens every `delay_s`; the reply's stop tokens count.
 
     A request runs until its last output or its abort: leaving the iterator alone does not end it.
     """
 
-    def __init__(self, reply: Reply = echo_reply, *, delay_s: float = 0.0, max_queue_len: int = 1000) -> None:
+    def __init__(
+        self, reply: Reply = echo_reply, *, delay_s: float = 0.0, max_queue_len: int = 1000, num_at_once: int = 1
+    ) -> None:
         self.reply = reply
         self.delay_s = delay_s
+        self.num_at_once = num_at_once  # as when drafts are accepted
+        self.num_drafts = 0  # of which num_at_once - 1 tokens were drafted and accepted each
         self.max_queue_len = max_queue_len
         self.fail_after: int | None = None  # tokens of each sequence until the engine fails
         self.is_reachable = True
@@ -62,37 +66,45 @@ class TinyEngine:
         if sampling.num_prompt_logprobs is not None:
             entries = [_logprobs(i, sampling.num_prompt_logprobs) for i in request.prompt_token_ids.tolist()[1:]]
             yield RequestOutput(handle=request.handle, prompt_logprobs=entries)
-        reply = self.reply(request)[: sampling.max_tokens]
-        for position, token_id in enumerate(reply):
-            if self.fail_after == position:
+        reply, stop_token_id = _until_stop(self.reply(request), sampling)
+        num_tokens = len(reply)
+        for start in range(0, num_tokens, self.num_at_once):
+            token_ids = reply[start : start + self.num_at_once]
+            num_sent = start + len(token_ids)
+            if self.fail_after in range(start, num_sent):
                 self.running.clear()
                 raise InstanceFailed("decode0", "worker died")
             if await _wait(aborted, self.delay_s):
                 yield RequestOutput(handle=request.handle, finish_reason=FinishReason.ABORT)
                 return
-            is_stop = token_id in sampling.stop_token_ids and position >= sampling.min_tokens
-            is_last = is_stop or position == len(reply) - 1
-            reason = None
-            if is_last:
-                reason = FinishReason.STOP if is_stop else FinishReason.LENGTH
-            logprobs = [] if sampling.num_logprobs is None else [_logprobs(token_id, sampling.num_logprobs)]
+            self.num_drafts += 1
+            is_last = num_sent == num_tokens
+            num_top = sampling.num_logprobs
             yield RequestOutput(
                 handle=request.handle,
-                token_ids=[token_id],
-                logprobs=logprobs,
-                finish_reason=reason,
-                stop_token_id=token_id if is_stop else None,
-                stats=_stats(request, position + 1) if is_last else None,
+                token_ids=token_ids,
+                logprobs=[] if num_top is None else [_logprobs(token_id, num_top) for token_id in token_ids],
+                finish_reason=_reason(stop_token_id) if is_last else None,
+                stop_token_id=stop_token_id if is_last else None,
+                stats=_stats(request, num_sent) if is_last else None,
             )
-            if is_last:
-                return
-        yield RequestOutput(handle=request.handle, finish_reason=FinishReason.LENGTH, stats=_stats(request, 0))
+        if not num_tokens:
+            yield RequestOutput(handle=request.handle, finish_reason=FinishReason.LENGTH, stats=_stats(request, 0))
 
     async def abort(self, handle: int) -> None:
         event = self.running.pop(handle, None)
         if event is not None:
             self.aborted.append(handle)
             event.set()
+
+    def _draft_counts(self) -> dict[str, Any]:
+        counts = [self.num_drafts] * (self.num_at_once - 1)
+        return {
+            "speculation": {"drafted_per_position": counts, "accepted_per_position": counts},
+            "speculation_num_drafts": self.num_drafts,
+            "speculation_num_drafted": sum(counts),
+            "speculation_num_accepted": sum(counts),
+        }
 
     async def status(self) -> dict[str, Any]:
         if not self.is_reachable:
@@ -107,7 +119,22 @@ class TinyEngine:
             "num_queried_tokens": 100,
             "num_hit_tokens": 40,
         }
+        if self.num_at_once > 1:
+            instance |= self._draft_counts()
         return {"is_serving": True, "instances": [instance], "prefix_cache": {"hit_rate": 0.4}}
+
+
+def _until_stop(reply: list[int], sampling: SamplingParams) -> tuple[list[int], int | None]:
+    """The tokens that are sent, and the stop token that is their last."""
+    reply = reply[: sampling.max_tokens]
+    for position, token_id in enumerate(reply):
+        if token_id in sampling.stop_token_ids and position >= sampling.min_tokens:
+            return reply[: position + 1], token_id
+    return reply, None
+
+
+def _reason(stop_token_id: int | None) -> FinishReason:
+    return FinishReason.LENGTH if stop_token_id is None else FinishReason.STOP
 
 
 async def _wait(aborted: asyncio.Event, delay_s: float) -> bool:
