@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColu
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from blockferry.cluster.draft_counts import draft_words
 from blockferry.cluster.launch_progress import Progress, Report
 from blockferry.cluster.plan_facts import layer_words, summary_of
 
@@ -172,10 +173,18 @@ def print_status(deployments: Sequence[Mapping[str, Any]]) -> None:
                 ),
             )
         console.print(table)
-        for line in _tier_lines(one["instances"]):
+        for line in (*_draft_lines(one["instances"]), *_tier_lines(one["instances"])):
             console.print(line, highlight=False, soft_wrap=True)
         for line in _plan_lines(one["instances"]):
             console.print(line, highlight=False, soft_wrap=True)
+
+
+def _draft_lines(instances: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What each instance's drafts have brought."""
+    for instance in instances:
+        counts = instance.get("speculation")
+        if counts:
+            yield f"  {instance['instance_id']}: {draft_words(counts)}"
 
 
 def _tier_lines(instances: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -15,6 +15,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from blockferry.cluster.draft_counts import ACCEPTED, DRAFTED, DRAFTS
 from blockferry.engine.request import RequestStats
 
 LATENCY_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -201,6 +202,9 @@ class _EngineCollector:
         ("num_preemptions", "num_preemptions", "Preemptions."),
         ("prefix_cache_queries", "num_queried_tokens", "Prompt tokens looked up in the prefix cache."),
         ("prefix_cache_hits", "num_hit_tokens", "Prompt tokens found in the prefix cache."),
+        (DRAFTS, "speculation_num_drafts", "Times that drafted tokens of a request were verified."),
+        (DRAFTED, "speculation_num_drafted", "Tokens drafted."),
+        (ACCEPTED, "speculation_num_accepted", "Drafted tokens that were accepted."),
         ("offload_loaded_tokens", "offload_num_loaded_tokens", "Tokens loaded from tiers rather than computed."),
         ("offload_failed_loads", "offload_num_failed_loads", "Loads that failed or came too late."),
         ("offload_memory_stored_blocks", "offload_memory_stored_blocks", "KV blocks stored in memory."),
@@ -211,6 +215,10 @@ class _EngineCollector:
         ("offload_loaded_bytes", "offload_load_bytes", "Bytes loaded from memory, of all ranks."),
         ("offload_demoted_bytes", "offload_demote_bytes", "Bytes copied to disk, of all ranks."),
         ("offload_fetched_bytes", "offload_fetch_bytes", "Bytes loaded from disk, of all ranks."),
+    )
+    POSITION_COUNTERS = (
+        (f"{DRAFTED}_per_pos", "drafted_per_position", "Tokens drafted, by their position in a step from 0."),
+        (f"{ACCEPTED}_per_pos", "accepted_per_position", "Drafted tokens that were accepted, by position."),
     )
     LABELS = ("model_name", "engine", "role")
 
@@ -235,9 +243,17 @@ class _EngineCollector:
             counter = CounterMetricFamily(PREFIX + name, text, labels=self.LABELS)
             self._fill(counter, instances, key)
             yield counter
+        for name, key, text in self.POSITION_COUNTERS:
+            counter = CounterMetricFamily(PREFIX + name, text, labels=(*self.LABELS, "position"))
+            for instance in instances:
+                for position, count in enumerate((instance.get("speculation") or {}).get(key, ())):
+                    counter.add_metric([*self._labels(instance), str(position)], float(count))
+            yield counter
+
+    def _labels(self, instance: Mapping[str, Any]) -> list[str]:
+        return [self._model_name, str(instance.get("instance_id", "")), str(instance.get("role", ""))]
 
     def _fill(self, family: GaugeMetricFamily | CounterMetricFamily, instances: Any, key: str) -> None:
         for instance in instances:
             if key in instance:
-                labels = [self._model_name, str(instance.get("instance_id", "")), str(instance.get("role", ""))]
-                family.add_metric(labels, float(instance[key]))
+                family.add_metric(self._labels(instance), float(instance[key]))

@@ -28,8 +28,21 @@ def complete(status: dict[str, Any], health: HealthBoard, *, now_s: float) -> No
         entry["prefix_cache_queries"] = entry["num_queried_tokens"]
         entry["prefix_cache_hits"] = entry["num_hit_tokens"]
         entry.update({f"offload_{key}": value for key, value in entry["tiers"].items()})
+        entry.update(_draft_sums(entry.get("speculation")))
     wanted = [entry for entry in entries if entry["is_wanted"]]
     status["healthy"] = all(entry["state"] == MemberState.SERVING for entry in wanted)
     status["reason"] = "; ".join(
         f"instance {entry['instance_id']}: {entry['reason']}" for entry in wanted if entry["reason"]
     )
+
+
+def _draft_sums(counts: dict[str, Any] | None) -> dict[str, int]:
+    """None: the instance drafts nothing."""
+    if counts is None:
+        return {}
+    drafted, accepted = counts["drafted_per_position"], counts["accepted_per_position"]
+    return {
+        "speculation_num_drafts": drafted[0],
+        "speculation_num_drafted": sum(drafted),
+        "speculation_num_accepted": sum(accepted),
+    }

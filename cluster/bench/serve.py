@@ -20,6 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from blockferry.cluster.bench.drafts import ask_counts, draft_rows
 from blockferry.cluster.bench.load import Answer, Endpoint, Prompt, ask, find_model
 from blockferry.cluster.bench.pacing import Pace, Sender, send_all
 from blockferry.cluster.bench.report import ParamValue, Plot, Report, Result
@@ -87,6 +88,7 @@ class Measured:
     config: ServeBenchConfig
     answers: Sequence[Answer]
     duration_s: float
+    drafts: Sequence[Result] = ()  # rows on what was drafted meanwhile
 
     @property
     def succeeded(self) -> list[Answer]:
@@ -158,6 +160,7 @@ async def _measure(config: ServeBenchConfig, progress: Progress) -> Measured:
             progress.advance(bar)
             return answer
 
+        drafts_before = await ask_counts(session, config.url)
         start_s = time.perf_counter()
         pace = Pace(
             arrivals_s=_arrivals_s(config),
@@ -165,7 +168,9 @@ async def _measure(config: ServeBenchConfig, progress: Progress) -> Measured:
             max_duration_s=config.max_duration_s,
         )
         answers = await send_all(prompts[config.num_warmup :], send_and_show, pace)
-        measured = Measured(config=config, answers=answers, duration_s=time.perf_counter() - start_s)
+        duration_s = time.perf_counter() - start_s
+        drafts = draft_rows(drafts_before, await ask_counts(session, config.url), config.params)
+        measured = Measured(config=config, answers=answers, duration_s=duration_s, drafts=drafts)
     if not measured.succeeded:
         raise ValueError(f"no request succeeded at {config.url}: {measured.answers[0].error}")
     return measured
@@ -211,8 +216,9 @@ def random_prompts(config: ServeBenchConfig, vocab_size: int | None) -> list[Pro
 
 
 def summarise(measured: Measured) -> list[Result]:
-    """Rows of one measurement: rates, then mean, median and p99 of each latency."""
-    return rows_of(measured.answers, duration_s=measured.duration_s, params=measured.config.params)
+    """Rows of one measurement: rates, then mean, median and p99 of each latency, then what was drafted."""
+    rows = rows_of(measured.answers, duration_s=measured.duration_s, params=measured.config.params)
+    return [*rows, *measured.drafts]
 
 
 def rows_of(every: Sequence[Answer], *, duration_s: float, params: Mapping[str, ParamValue]) -> list[Result]:
