@@ -63,10 +63,16 @@ def plan_command(  # noqa: PLR0913, PLR0917 - one parameter per option
     kv_dtype: Annotated[CacheDType, typer.Option(help="Data type of keys and values.")] = CacheDType.AUTO,
     speculative_tokens: Annotated[
         int,
-        typer.Option(
-            min=0, max=MAX_SPECULATIVE_TOKENS, help="Tokens drafted per step; takes the model's own draft layers along."
-        ),
+        typer.Option(min=0, max=MAX_SPECULATIVE_TOKENS, help="Tokens drafted per request and step."),
     ] = 0,
+    draft_layers: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=MAX_SPECULATIVE_TOKENS,
+            help="Layers that draft them and have caches: 0 for n-grams, 1 for a head. Default: those of the config.",
+        ),
+    ] = None,
     layout: Annotated[str, typer.Option(help="Axes of the pool: BLHNC, BHLNC, LBHNC or LBNHC.")] = "BLHNC",
     planner: Annotated[Planner | None, typer.Option(help="Default: uniform or slab, whichever holds more.")] = None,
     is_comparison: Annotated[bool, typer.Option("--compare", help="Show all planners side by side.")] = False,
@@ -78,7 +84,12 @@ def plan_command(  # noqa: PLR0913, PLR0917 - one parameter per option
     """Show how a model's KV cache would be laid out: groups, pages, waste, and what fits."""
     question = PlanQuestion(
         memory_bytes=_memory_bytes(memory),
-        layers=LayerOptions(cache_dtype=kv_dtype, tp_size=tp, num_speculative_tokens=speculative_tokens),
+        layers=LayerOptions(
+            cache_dtype=kv_dtype,
+            tp_size=tp,
+            num_speculative_tokens=speculative_tokens,
+            num_draft_layers=draft_layers,
+        ),
         block_size=block_size,
         max_model_len=max_model_len,
         max_in_flight_tokens=max_num_batched_tokens,

@@ -42,7 +42,7 @@ class InstanceRequest:
     pp_size: int = 1
     cache_dtype: CacheDType = CacheDType.AUTO  # of keys, values and latents; AUTO: dtype
     num_speculative_tokens: int = 0  # drafted per row and step
-    num_draft_layers: int | None = None  # that draft them and have caches; None: the model's own
+    num_draft_layers: int | None = None  # that draft them and have caches; None: as LayerOptions says
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

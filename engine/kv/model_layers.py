@@ -62,7 +62,7 @@ class LayerOptions:
     tp_size: int = 1
     mamba_mode: MambaMode = MambaMode.ALIGN
     num_speculative_tokens: int = 0  # drafted per step; more than 0 takes draft layers along
-    num_draft_layers: int | None = None  # None: the model's own
+    num_draft_layers: int | None = None  # None: those that the config names, at most one per drafted token
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +143,9 @@ def _decoder_caches(config: ModelConfig, options: LayerOptions) -> Iterator[_Cac
         for spec in _layer_specs(family, layer_type, config, options):
             yield _Cache(layer_number=number, spec=spec)
     if options.num_speculative_tokens:
-        num_drafts = num_draft_layers(config) if options.num_draft_layers is None else options.num_draft_layers
+        num_drafts = options.num_draft_layers
+        if num_drafts is None:
+            num_drafts = min(num_draft_layers(config), options.num_speculative_tokens)
         for number in range(len(types), len(types) + num_drafts):
             for spec in _layer_specs(family, LayerType.FULL, config, options):
                 yield _Cache(layer_number=number, spec=spec, is_draft=True)

@@ -62,7 +62,9 @@ def config_of(name: str) -> dict[str, Any]:
     return values | {"architectures": [TEXT_MODELS.get(architecture, architecture)]}
 
 
-def write(folder: Path, name: str, *, dtype: str = "float32", **instance: Any) -> Path:
+def write(
+    folder: Path, name: str, *, dtype: str = "float32", speculation: dict[str, Any] | None = None, **instance: Any
+) -> Path:
     """A deployment of one instance; its planner and cache dtype, say, are keys of `instance`."""
     (folder / "config.json").write_text(json.dumps(config_of(name)))
     scheduler = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_steps_in_flight": 2}
@@ -74,6 +76,7 @@ def write(folder: Path, name: str, *, dtype: str = "float32", **instance: Any) -
                 "name": f"agrees-{os.getpid()}",
                 "model": {"path": str(folder), "dtype": dtype, "max_model_len": LENGTH},
                 "api": {"port": 0},
+                "speculation": speculation,
                 "instances": [{"role": "mixed", "cache": cache, "scheduler": scheduler, **instance}],
             }
         )
@@ -135,6 +138,44 @@ def test_plan_shows_the_fullest_stage_of_a_pipeline(name: str, tmp_path: Path, r
 
     assert facts.stage is not None
     assert shared(document) == facts.to_json()
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if not config_of(name).get("is_encoder_decoder")])
+def test_plan_shows_what_an_instance_that_drafts_by_ngrams_runs_on(name: str, tmp_path: Path, run: Run) -> None:
+    facts = reported(write(tmp_path, name, speculation={"method": "ngram", "num_tokens": 2}))
+
+    drafting = ["--speculative-tokens", "2", "--draft-layers", "0"]
+    document = run(*arguments(tmp_path, name, facts, "--dtype", "float32", *drafting))
+
+    assert shared(document) == facts.to_json()
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("deepseek-v3", []), ("qwen3-next-80b", ["--draft-layers", "1"]), ("llama", ["--draft-layers", "1"])],
+)
+def test_plan_shows_what_an_instance_with_layers_that_draft_runs_on(
+    name: str, layers: list[str], tmp_path: Path, run: Run
+) -> None:
+    speculation = {"method": "mtp", "num_tokens": 2}
+    if name in FAMILIES:
+        speculation["head"] = write_head(tmp_path / "head", config_of(name))
+    facts = reported(write(tmp_path, name, speculation=speculation))
+
+    document = run(*arguments(tmp_path, name, facts, "--dtype", "float32", "--speculative-tokens", "2", *layers))
+
+    assert shared(document) == facts.to_json()
+    assert (
+        max(number for group in facts.groups for number in group.layer_numbers) == config_of(name)["num_hidden_layers"]
+    )
+
+
+def write_head(folder: Path, base: dict[str, Any]) -> str:
+    folder.mkdir()
+    values = {"model_type": "llama_mtp", "num_nextn_predict_layers": 1, "hidden_size": base["hidden_size"]}
+    values |= {f"base_{key}": base[key] for key in ("num_hidden_layers", "vocab_size")}
+    (folder / "config.json").write_text(json.dumps(values))
+    return str(folder)
 
 
 def test_plan_of_a_pool_too_small_for_the_length_is_that_of_the_length_that_fits(tmp_path: Path, run: Run) -> None:
