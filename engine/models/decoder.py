@@ -105,6 +105,10 @@ class Ends:
     logit_soft_cap: float | None = None  # logits = cap * tanh(logits / cap)
     logit_bias_name: str | None = None  # of a tensor [1, V], where the checkpoint has it
 
+    def head_name_of(self, header: ModelHeader) -> str:
+        """The tensor that is the head, which may be the embedding's."""
+        return self.embedding_name if header.has_tied_embeddings else self.head_name
+
 
 class Decoder:
     """One rank's part of a decoder. One thread calls it."""
@@ -124,8 +128,8 @@ class Decoder:
         self.shard = build.shard
         self.layers = layers
         self.tape_source = tape_source
+        self.ends = ends
         self._encoder = encoder
-        self._ends = ends
         self._ops = build.ops
         self._communicator = build.communicator
         self._embedding: VocabEmbedding | None = None
@@ -135,23 +139,25 @@ class Decoder:
         header, shard, weights = build.header, build.shard, build.weights
         embedding_VE: torch.Tensor | None = None
         if shard.is_first_stage or encoder is not None:
-            embedding_VE = _vocab(build, ends.embedding_name)
+            embedding_VE = read_vocab(build, ends.embedding_name)
             self._embedding = VocabEmbedding(embedding_VE, shard.vocab, build.communicator)
         if shard.is_last_stage:
             if ends.norm_name is not None:
                 self._norm_E = weights.norm(ends.norm_name, header.hidden_size, offset=ends.norm_offset)
             if ends.logit_bias_name is not None and ends.logit_bias_name in weights.checkpoint:
                 self._logit_bias_1V = weights.matrix(ends.logit_bias_name, (1, header.vocab_size))
-            name = ends.embedding_name if header.has_tied_embeddings else ends.head_name
             is_shared = header.has_tied_embeddings and embedding_VE is not None
-            self._head = make_linear(embedding_VE if is_shared and embedding_VE is not None else _vocab(build, name))
+            name = ends.head_name_of(header)
+            self._head = make_linear(
+                embedding_VE if is_shared and embedding_VE is not None else read_vocab(build, name)
+            )
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """Hidden states [T, E] of token ids; first stage only, or every one where there is an encoder."""
         assert self._embedding is not None, "embed() is for the first stage"
         x_TE = self._embedding(token_ids_T)
-        if self._ends.embedding_scale is not None:
-            x_TE = x_TE * self._ends.embedding_scale
+        if self.ends.embedding_scale is not None:
+            x_TE = x_TE * self.ends.embedding_scale
         return x_TE
 
     def encode(self, token_ids_N: torch.Tensor, caches: Caches) -> None:
@@ -167,21 +173,25 @@ class Decoder:
             step.layer_done(number)
         return x_TE if residual_TE is None else residual_TE + x_TE
 
+    def normed(self, hidden_SE: torch.Tensor) -> torch.Tensor:
+        """What the head reads of forward()'s hidden states, which keep their values; last stage only."""
+        if self._norm_E is None:
+            return hidden_SE
+        return self._ops.add_rms_norm(hidden_SE, None, self._norm_E, self.header.norm_eps)[0]
+
     def logits(self, hidden_SE: torch.Tensor) -> torch.Tensor | None:
         """Logits [S, vocab_size] on rank 0 of the last stage, None on its other ranks, which must call it too."""
         assert self._head is not None, "logits() is for the last stage"
-        if self._norm_E is not None:
-            hidden_SE, _ = self._ops.add_rms_norm(hidden_SE, None, self._norm_E, self.header.norm_eps)
-        logits_SV = self._communicator.gather_columns(self._head(hidden_SE))
+        logits_SV = self._communicator.gather_columns(self._head(self.normed(hidden_SE)))
         if logits_SV is None:
             return None
         logits_SV = logits_SV[:, : self.header.vocab_size]
         if self._logit_bias_1V is not None:
             logits_SV = logits_SV + self._logit_bias_1V
-        if self._ends.logit_scale is not None:
-            logits_SV = logits_SV * self._ends.logit_scale
-        if self._ends.logit_soft_cap is not None:
-            logits_SV = self._ends.logit_soft_cap * torch.tanh(logits_SV / self._ends.logit_soft_cap)
+        if self.ends.logit_scale is not None:
+            logits_SV = logits_SV * self.ends.logit_scale
+        if self.ends.logit_soft_cap is not None:
+            logits_SV = self.ends.logit_soft_cap * torch.tanh(logits_SV / self.ends.logit_soft_cap)
         return logits_SV
 
     @property
@@ -210,6 +220,7 @@ def stage_shard(header: ModelHeader, place: RankPlace) -> StageShard:
     )
 
 
-def _vocab(build: Build, name: str) -> torch.Tensor:
+def read_vocab(build: Build, name: str) -> torch.Tensor:
+    """This rank's vocabulary rows of an embedding or a head, padded to vocab_stride. Raises ModelLoadError."""
     shape = (build.header.vocab_size, build.header.hidden_size)
     return build.weights.vocab(name, shape, build.shard.vocab, build.shard.vocab_stride)

@@ -83,15 +83,20 @@ class LatentParts:
 
 def build_deepseek_v3(build: Build) -> Decoder:
     """One rank's part of a DeepseekV3ForCausalLM. Raises ModelLoadError or ConfigError."""
+    return Decoder(build, deepseek_layers(build, build.layer_numbers))
+
+
+def deepseek_layers(build: Build, numbers: Sequence[int]) -> list[PreNormLayer]:
+    """Layers model.layers.NUMBER. Raises as build_deepseek_v3."""
     _check(build)
     shape = latent_shape(build)
     cos_sin, scale = _cos_sin(build, shape.rotated_dim), attention_scale(build, shape)
     layers = []
-    for number in build.layer_numbers:
+    for number in numbers:
         parts = read_latent_attention(build, f"model.layers.{number}.self_attn.", shape)
         attention = LatentAttention(build, number, parts, build.rule(number, scale=scale), cos_sin=cos_sin)
         layers.append(PreNormLayer(build, attention, _feed_forward(build, number), norms=layer_norms(build, number)))
-    return Decoder(build, layers)
+    return layers
 
 
 def latent_shape(build: Build) -> LatentShape:

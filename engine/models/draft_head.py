@@ -20,6 +20,7 @@ from blockferry.engine.models.config import DENSE_ARCHITECTURES, ModelHeader, de
 HEAD_TYPE = "llama_mtp"
 # families with draft layers in their checkpoints, and how many where config.json is silent (vLLM, qwen3_next_mtp.py)
 _OWN_LAYERS = {
+    **dict.fromkeys(DENSE_ARCHITECTURES, 0),
     "DeepseekV3ForCausalLM": 0,
     "Qwen3NextForCausalLM": 1,
     "Qwen3_5ForCausalLM": 1,
@@ -45,13 +46,15 @@ def num_drafting_layers(header: ModelHeader, speculation: SpeculationConfig | No
 def _num_own(header: ModelHeader) -> int:
     silent = _OWN_LAYERS.get(header.architecture)
     if silent is None:
-        remedy = "give a head folder" if header.architecture in DENSE_ARCHITECTURES else "use method ngram"
-        raise ModelLoadError(f"{header.architecture} has no layers that predict several tokens; {remedy}")
+        raise ModelLoadError(
+            f"{header.architecture} has no layers that predict several tokens; use method ngram, or a model of "
+            f"{', '.join(_OWN_LAYERS)}"
+        )
     count = num_draft_layers(ModelConfig(header.values)) or silent
     if not count:
         raise ModelLoadError(
             f"config.json of this {header.architecture} names no layers that predict several tokens"
-            " (num_nextn_predict_layers); use method ngram"
+            " (num_nextn_predict_layers); give a head folder that was trained for it, or use method ngram"
         )
     return count
 

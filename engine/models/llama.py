@@ -7,6 +7,8 @@ x ----------------+-- norm -- qkv -- (q/k norm) -- rotate -- attend -- out --(+)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from blockferry.engine.models.blocks import (
@@ -26,11 +28,20 @@ from blockferry.engine.models.tape_source import DenseLayer, TapeSource
 
 def build_llama(build: Build) -> Decoder:
     """One rank's part of a dense decoder. Raises ModelLoadError."""
-    config = dense_config(build.header)
-    placement = build.weights.placement
-    cos_sin = rope_table(config.rope, head_dim=config.head_dim, max_len=placement.max_model_len).to(placement.device)
+    config, cos_sin = dense_config(build.header), _cos_sin(build)
     stage = [_Layer(build, number, config, cos_sin) for number in build.layer_numbers]
     return Decoder(build, [layer.whole for layer in stage], tape_source=_tape_source(build, config, stage, cos_sin))
+
+
+def llama_layers(build: Build, numbers: Sequence[int]) -> list[PreNormLayer]:
+    """Layers model.layers.NUMBER, for whoever needs no tape. Raises as build_llama."""
+    config, cos_sin = dense_config(build.header), _cos_sin(build)
+    return [_Layer(build, number, config, cos_sin).whole for number in numbers]
+
+
+def _cos_sin(build: Build) -> torch.Tensor:
+    config, placement = dense_config(build.header), build.weights.placement
+    return rope_table(config.rope, head_dim=config.head_dim, max_len=placement.max_model_len).to(placement.device)
 
 
 class _Layer:

@@ -5,7 +5,7 @@
 
 Attention has norms of each head of q and k, rotates only the leading part of each, and multiplies what it reads with
 sigmoid(gate), whose projection lies in q_proj: per head first the query's rows, then the gate's. Norm weights are
-stored relative to one, but for the delta net's own. Draft layers (mtp.*) and vision towers are not read.
+stored relative to one, but for the delta net's own. Vision towers are not read.
 
 Legend: T tokens, E hidden, H query heads, K KV heads, D head dim.
 """
@@ -76,6 +76,24 @@ def _build(build: Build, projections: ProjectionReader) -> Decoder:
     return Decoder(build, layers, ends=ends)
 
 
+def qwen3_next_draft_layers(build: Build, numbers: Sequence[int]) -> list[PreNormLayer]:
+    """Layers mtp.layers.0.. under these numbers: gated attention always, feed-forward part by their place among them.
+
+    Raises as build_qwen3_next.
+    """
+    check_activation(build.config)
+    cos_sin = _cos_sin(build)
+    return [
+        _pre_norm_layer(
+            build,
+            _attention(build, number, f"mtp.layers.{place}.self_attn.", cos_sin),
+            _feed_forward(build, place, f"mtp.layers.{place}.mlp."),
+            prefix=f"mtp.layers.{place}.",
+        )
+        for place, number in enumerate(numbers)
+    ]
+
+
 def _root(build: Build) -> str:
     """What names begin with: where transformers split a text model off one that sees, it kept the whole model's."""
     return _SPLIT_OFF if f"{_SPLIT_OFF}embed_tokens.weight" in build.weights.checkpoint else "model."
@@ -90,10 +108,13 @@ def _layer(
     else:
         parts = read_delta_net(build, f"{prefix}linear_attn.", _delta_shape(build), projections)
         mixer = GatedDeltaNet(build, number, parts)
+    return _pre_norm_layer(build, mixer, _feed_forward(build, number, f"{prefix}mlp."), prefix=prefix)
+
+
+def _pre_norm_layer(build: Build, mixer: Mixer, feed_forward: FeedForward, *, prefix: str) -> PreNormLayer:
     before_mixer_E, before_other_E = (
         build.weights.norm(f"{prefix}{name}.weight", build.header.hidden_size, offset=1.0) for name in PRE_NORM_NAMES
     )
-    feed_forward = _feed_forward(build, number, f"{prefix}mlp.")
     return PreNormLayer(build, mixer, feed_forward, norms=(before_mixer_E, before_other_E))
 
 

@@ -86,7 +86,7 @@ def test_a_head_of_another_model_is_refused_in_one_line(tmp_path: Path, changes,
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "GptOssForCausalLM"])
 def test_a_family_without_draft_layers_is_told_the_remedy(tmp_path: Path, architecture: str) -> None:
     header = header_of(tmp_path, {**LLAMA, "architectures": [architecture]})
-    with pytest.raises(ModelLoadError, match=r"has no layers that predict several tokens; (give|use)"):
+    with pytest.raises(ModelLoadError, match=r"no layers that predict several tokens.*use method ngram"):
         num_drafting_layers(header, mtp())
 
 
