@@ -13,6 +13,7 @@ from blockferry.cluster import cli_output
 from blockferry.cluster.cli_bench_options import JsonTarget, PlotFile, one_line_errors, own_deployment
 from blockferry.cluster.cli_handoff import HANDOFF_HELP_END, bench_handoff
 from blockferry.cluster.cli_offload import OFFLOAD_HELP_END, bench_offload
+from blockferry.cluster.cli_speculation import SPECULATION_HELP_END, bench_speculation
 from blockferry.cluster.cli_survival import SURVIVAL_HELP_END, bench_survival
 from blockferry.cluster.cli_transfer import TRANSFER_HELP_END, bench_transfer
 from blockferry.cluster.launch_progress import Progress
@@ -153,6 +154,7 @@ def bench_kv(
 
 app.command("handoff", epilog=HANDOFF_HELP_END)(bench_handoff)
 app.command("offload", epilog=OFFLOAD_HELP_END)(bench_offload)
+app.command("speculation", epilog=SPECULATION_HELP_END)(bench_speculation)
 app.command("survival", epilog=SURVIVAL_HELP_END)(bench_survival)
 app.command("transfer", epilog=TRANSFER_HELP_END)(bench_transfer)
 

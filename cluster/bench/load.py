@@ -46,10 +46,11 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A prompt of random token ids and the number of tokens to be generated for it."""
+    """A prompt's token ids and the number of tokens to be generated for it."""
 
     token_ids: list[int]
     num_output_tokens: int
+    ignores_eos: bool = True  # False: at most so many tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,7 @@ async def ask(session: aiohttp.ClientSession, endpoint: Endpoint, prompt: Prompt
         "prompt": prompt.token_ids,
         "max_tokens": prompt.num_output_tokens,
         "temperature": 0.0,
-        "ignore_eos": True,
+        "ignore_eos": prompt.ignores_eos,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
