@@ -83,7 +83,7 @@ class ClientTable:
         return handles
 
     def tokens(self, handles: Iterable[int], token_ids: Iterable[int]) -> None:
-        """Gather one token for each handle; tokens of forgotten requests are dropped."""
+        """Gather one token for each handle, of which any may repeat; tokens of forgotten requests are dropped."""
         for handle, token_id in zip(handles, token_ids, strict=True):
             owner = self._owners.get(handle)
             if owner is not None:

@@ -87,7 +87,8 @@ class HandleLogprobs:
 class OutputBatch:
     """What one step means for one client. handles[i] drew token_ids[i]; both have one length.
 
-    Mutable: its one owner fills it during a pass of the scheduler loop, then sends it.
+    A request that drew several tokens is named as often, its tokens in order. Mutable: its one
+    owner fills it during a pass of the scheduler loop, then sends it.
     """
 
     handles: list[int] = dataclasses.field(default_factory=list)

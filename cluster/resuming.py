@@ -225,4 +225,6 @@ class ResumableAnswer:
             transfer_bytes=earlier.transfer_bytes + last.transfer_bytes,
             transfer_blocks=earlier.transfer_blocks + last.transfer_blocks,
             transfer_saved_bytes=earlier.transfer_saved_bytes + last.transfer_saved_bytes,
+            num_drafted_tokens=earlier.num_drafted_tokens + last.num_drafted_tokens,
+            num_accepted_tokens=earlier.num_accepted_tokens + last.num_accepted_tokens,
         )

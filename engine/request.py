@@ -116,4 +116,6 @@ class RequestStats:
     transfer_blocks: int
     transfer_saved_bytes: int  # of the prompt's keys and values: the decode side had them, or never reads them
     num_loaded_tokens: int = 0  # not computed but loaded from memory or disk outside of the pool
+    num_drafted_tokens: int = 0  # that were proposed and verified
+    num_accepted_tokens: int = 0  # of those: the model drew the same
     num_resumes: int = 0  # how often it lost its instance or scheduler and went on elsewhere; the client counts

@@ -13,7 +13,7 @@ import numpy as np
 from blockferry.engine.kv.hit_search import PrefixHit
 from blockferry.engine.kv.pools import Pools
 from blockferry.engine.kv.type_manager import DecodeDemand, Demand, HitBlocks, TypeManager
-from blockferry.engine.request import Int32Array
+from blockferry.engine.request import BoolArray, Int32Array
 
 
 class Coordinator:
@@ -106,10 +106,17 @@ class Coordinator:
         for manager in self.managers:
             manager.skip_in(rows, num_computed)
 
+    def lacks_blocks(self, demand: DecodeDemand) -> BoolArray:
+        """Which rows must take any block; shape [R]."""
+        lacks = [manager.lacks_blocks(demand) for manager in self.managers]
+        if len(lacks) == 1:
+            return lacks[0]
+        lacking: BoolArray = np.logical_or.reduce(lacks)
+        return lacking
+
     def grow_leading(self, demand: DecodeDemand) -> int:
         """Grow the rows in order, as far as free blocks go; returns how many rows."""
-        lacks = [manager.lacks_blocks(demand) for manager in self.managers]
-        due = (lacks[0] if len(lacks) == 1 else np.logical_or.reduce(lacks)).nonzero()[0]
+        due = self.lacks_blocks(demand).nonzero()[0]
         if not len(due):
             return len(demand.rows)
         short = demand.keep(due)

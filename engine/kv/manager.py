@@ -23,7 +23,7 @@ from blockferry.engine.kv.reach import SpecKind
 from blockferry.engine.kv.room import Room
 from blockferry.engine.kv.spec import KVCacheConfig
 from blockferry.engine.kv.type_manager import DecodeDemand, Demand
-from blockferry.engine.request import Int32Array
+from blockferry.engine.request import BoolArray, Int32Array
 from blockferry.engine.rows import RowTable
 from blockferry.engine.wire import BlockDeltas
 
@@ -202,20 +202,23 @@ class KVCacheManager:
             self._cache(row, min(demand.num_main, int(self._rows.num_tokens[row])))
         return True
 
-    def allocate_decode(self, rows: Int32Array) -> int:
+    def allocate_decode(self, rows: Int32Array, num_lookahead: Int32Array | None = None) -> int:
         """Make room for one more token, and the lookahead, in each of rows [R] (no row twice) in order.
 
-        Returns how many leading rows got it; the others are unchanged. Caches nothing: cache_filled does
-        once the tokens are known. Cost: a handful of vector operations per group.
+        num_lookahead: of each row, [R]; None: as the options say. Returns how many leading rows got it; the others
+        are unchanged. Caches nothing: cache_filled does once the tokens are known. Cost: a handful of vector
+        operations per group.
         """
         rows = rows.astype(np.intp, copy=False)  # the type that indexing converts to, once for all of it
         num_computed = self._rows.num_computed_tokens[rows]
         self._coordinator.skip_in(rows, num_computed)
-        num_main = num_slots = num_computed + np.int32(1)
-        if self._options.num_lookahead_tokens:
-            num_slots = num_main + np.int32(self._options.num_lookahead_tokens)
-            np.minimum(num_slots, self._rows.max_model_len, out=num_slots)
-        return self._coordinator.grow_leading(DecodeDemand(rows=rows, num_main=num_main, num_slots=num_slots))
+        return self._coordinator.grow_leading(self._decode_demand(rows, num_computed, num_lookahead))
+
+    def has_slots(self, rows: Int32Array, num_lookahead: Int32Array) -> BoolArray:
+        """Which of rows [R] hold room for one more token and num_lookahead [R] already."""
+        rows = rows.astype(np.intp, copy=False)
+        demand = self._decode_demand(rows, self._rows.num_computed_tokens[rows], num_lookahead)
+        return ~self._coordinator.lacks_blocks(demand)
 
     def cache_filled(self, rows: Int32Array) -> None:
         """Cache what tokens both computed (or planned) and known have filled in each of rows [R].
@@ -348,6 +351,17 @@ class KVCacheManager:
         check_ledger(self._coordinator, self._index, self._popped, self._log)
 
     # steps of the above
+
+    def _decode_demand(
+        self, rows: Int32Array, num_computed: Int32Array, num_lookahead: Int32Array | None
+    ) -> DecodeDemand:
+        num_main = num_slots = num_computed + np.int32(1)
+        if num_lookahead is None and self._options.num_lookahead_tokens:
+            num_lookahead = np.array(self._options.num_lookahead_tokens, np.int32)
+        if num_lookahead is not None:
+            num_slots = num_main + num_lookahead
+            np.minimum(num_slots, self._rows.max_model_len, out=num_slots)
+        return DecodeDemand(rows=rows, num_main=num_main, num_slots=num_slots)
 
     def _demand(self, num_local: int, num_new_tokens: int, options: AllocateOptions) -> Demand:
         limit = self._rows.max_model_len

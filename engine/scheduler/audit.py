@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,23 @@ _WITHOUT_SEQUENCE = (Phase.FREE, Phase.ENDED)
 _WITHOUT_BLOCKS = (Phase.FREE, Phase.ENDED, Phase.DRAINING)
 
 
+class _InFlight(NamedTuple):
+    """Of steps whose results have not arrived, per row; [rows]."""
+
+    samples: Int64Array  # tokens that will come
+    drafts: Int64Array  # and those that may
+
+    @classmethod
+    def of(cls, instance: Instance) -> _InFlight:
+        """Count the records."""
+        in_flight = cls(*np.zeros((2, instance.batch.max_rows), np.int64))
+        for record in instance.in_flight:
+            in_flight.samples[record.sampled.rows] += 1
+            if len(record.num_drafts):
+                in_flight.drafts[record.sampled.rows] += record.num_drafts
+        return in_flight
+
+
 def check_member(member: Member) -> None:
     """Check one instance, and that it holds nothing where its state says so. Raises LedgerCorrupted."""
     instance = member.instance
@@ -38,11 +55,9 @@ def check_instance(instance: Instance) -> None:
     """Check one instance's ledger, then every row against it. Raises LedgerCorrupted."""
     instance.kv.check_integrity()
     instance.tiers.check()
-    samples = np.zeros(instance.batch.max_rows, np.int64)
-    for record in instance.in_flight:
-        samples[record.sampled.rows] += 1
+    in_flight = _InFlight.of(instance)
     for row in range(instance.batch.max_rows):
-        _check_row(instance, row, samples)
+        _check_row(instance, row, in_flight)
     _check_order(instance)
     for sequence in instance.queue:
         _require(sequence.row is None, instance, "a waiting sequence has a row", sequence.row)
@@ -92,7 +107,7 @@ def _check_held(instance: Instance, row: int, group: int, block_ids: Int32Array)
     _require(NULL_BLOCK_ID not in block_ids, instance, f"row {row} ferries null blocks of group", group)
 
 
-def _check_row(instance: Instance, row: int, samples: Int64Array) -> None:
+def _check_row(instance: Instance, row: int, in_flight: _InFlight) -> None:
     batch, table = instance.batch, instance.rows
     phase = Phase(batch.phase[row])
     sequence = batch.sequences[row]
@@ -101,20 +116,34 @@ def _check_row(instance: Instance, row: int, samples: Int64Array) -> None:
     if phase in _WITHOUT_BLOCKS:
         _require(num_blocks == 0, instance, f"a row in {phase.name} holds {num_blocks} blocks", row)
     if sequence is None:
+        _require(not instance.speculation.num_kept(row), instance, "a row without sequence keeps drafts", row)
         return
     _require(sequence.row == row, instance, f"its sequence claims row {sequence.row}", row)
     num_tokens, num_computed = int(table.num_tokens[row]), int(table.num_computed_tokens[row])
     num_in_flight = instance.num_in_flight(row)
-    _require(num_in_flight == samples[row], instance, f"{num_in_flight} samples in flight, not {samples[row]}", row)
+    num_certain, num_drafts = int(in_flight.samples[row]), int(in_flight.drafts[row])
+    num_sent = num_certain + num_drafts
+    _require(num_in_flight == num_sent, instance, f"{num_in_flight} samples in flight, not {num_sent}", row)
     num_planned = num_tokens + num_in_flight
     _require(num_planned <= batch.limit[row], instance, f"{num_planned} tokens planned, limit {batch.limit[row]}", row)
     if phase is Phase.DECODE:
-        _require(num_planned < batch.limit[row], instance, "a decode row has nothing left to sample", row)
+        is_open = num_tokens + num_certain < batch.limit[row]
+        _require(is_open, instance, "a decode row has nothing left to sample", row)
+    _check_drafts(instance, row)
     if phase not in _WITHOUT_BLOCKS:
         _check_blocks(instance, row)
     if phase is Phase.DECODE:
         num_expected = num_tokens + num_in_flight - 1
         _require(num_computed == num_expected, instance, f"{num_computed} computed, not {num_expected}", row)
+
+
+def _check_drafts(instance: Instance, row: int) -> None:
+    """Drafts are kept for the step after a row's last token only, and fit in front of its end."""
+    phase, num_drafts = Phase(instance.batch.phase[row]), instance.speculation.num_kept(row)
+    num_room = instance.rows.max_model_len - int(instance.rows.num_tokens[row]) - 1
+    _require(num_drafts <= max(0, num_room), instance, f"{num_drafts} drafts and room for {num_room}", row)
+    can_keep = phase in (Phase.DECODE, Phase.PARKED) and not instance.num_in_flight(row)
+    _require(can_keep or not num_drafts, instance, f"a row in {phase.name} keeps {num_drafts} drafts", row)
 
 
 def _check_blocks(instance: Instance, row: int) -> None:

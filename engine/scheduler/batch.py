@@ -60,8 +60,8 @@ class RowView:
     min_tokens: Int32Array
     stop_ids: tuple[Int32Array, ...]  # one array per place in the rows' lists, NO_STOP where a list is shorter
 
-    def keep(self, chosen: BoolArray) -> RowView:
-        """The view of the chosen rows."""
+    def keep(self, chosen: BoolArray | Int32Array) -> RowView:
+        """The view of the chosen rows; of indices, as often as they are named."""
         return RowView(
             rows=self.rows[chosen],
             handles=self.handles[chosen],
@@ -125,6 +125,11 @@ class Batch:
     def num_running(self) -> int:
         """Rows that may be planned or preempted."""
         return len(self._prefill_rows) + len(self._decode_rows)
+
+    @property
+    def num_prefilling(self) -> int:
+        """Rows in PREFILL."""
+        return len(self._prefill_rows)
 
     @property
     def num_draining(self) -> int:

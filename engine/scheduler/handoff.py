@@ -39,8 +39,10 @@ import enum
 from typing import NamedTuple
 
 from blockferry.connectors.base import Overlap, TransferPart
+from blockferry.engine.request import Int32Array
 from blockferry.engine.scheduler.instance import Instance
 from blockferry.engine.scheduler.sequence import Sequence, Ticket
+from blockferry.engine.scheduler.speculation import NO_DRAFTS
 
 
 class HandoffState(enum.Enum):
@@ -103,6 +105,9 @@ class Handoff:
     failure: str = ""  # why not all of it will arrive; nothing more is sent
     late: dict[int, float] = dataclasses.field(default_factory=dict)  # ended, not quiesced: when D's blocks are safe
     first_token_id: int | None = None
+    draft_token_ids: Int32Array = dataclasses.field(
+        default_factory=lambda: NO_DRAFTS
+    )  # that P's last step proposed to follow it
     ready_s: float = 0.0  # when the prompt was computed
     lease_ends_s: float = 0.0
     num_blocks: int = 0  # of the decode side that were sent to, of all groups

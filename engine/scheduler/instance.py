@@ -31,6 +31,7 @@ from blockferry.engine.scheduler.batch import Batch, Phase, RowView
 from blockferry.engine.scheduler.chunking import StateGrid
 from blockferry.engine.scheduler.offload_seam import NO_TIERS, Tiers
 from blockferry.engine.scheduler.sequence import Sequence
+from blockferry.engine.scheduler.speculation import NO_DRAFTS, make_speculation
 from blockferry.engine.scheduler.waiting_prefixes import num_shared
 from blockferry.engine.wire import NewRow
 
@@ -45,6 +46,9 @@ class StepRecord:
     sampled: RowView  # rows that get a token, in the plan's order
     num_ended: int  # Batch.num_ended when it was planned
     num_tokens: int  # that it computes
+    num_drafts: Int32Array  # that it verifies of each sampled row; empty: none of any
+    num_proposals: int  # drafts that it proposes for each sampled row
+    is_decoding: bool  # rows in DECODE are among those sampled
     prefilled: tuple[Sequence, ...]  # sequences whose last known token this step computes
 
 
@@ -74,7 +78,10 @@ class Instance:
         rows: RowTable,
         num_ranks: int = 1,
     ) -> None:
-        """`rows` is the table that kv was made with; num_ranks workers execute every plan."""
+        """`rows` is the table that kv was made with; num_ranks workers execute every plan.
+
+        Raises ValueError for a speculation that drafts nothing.
+        """
         self.instance_id = instance_id
         self.role = role
         self.config = config
@@ -85,6 +92,7 @@ class Instance:
         self.batch = Batch(rows.max_rows)
         self.queue = WaitingQueue()
         self.tiers: Tiers = NO_TIERS
+        self.speculation = make_speculation(config.speculation, rows)
         self.in_flight: collections.deque[StepRecord] = collections.deque()
         self.last_step = -1  # last planned
         self.retired_step = -1  # last whose result arrived
@@ -182,13 +190,14 @@ class Instance:
         num_encoder_tokens = int(self.rows.num_encoder_tokens[row])
         return self.kv.allocate(row, num_new_tokens, AllocateOptions(num_encoder_tokens=num_encoder_tokens))
 
-    def activate(self, sequence: Sequence, first_token_id: int) -> None:
-        """The prompt's blocks have arrived: cache them and decode on from the first token."""
+    def activate(self, sequence: Sequence, first_token_id: int, draft_token_ids: Int32Array = NO_DRAFTS) -> None:
+        """The prompt's blocks have arrived: cache them and decode on from the first token; drafts may follow it."""
         row = sequence.row
         assert row is not None, sequence
         assert self.batch.phase[row] == Phase.INCOMING, (row, self.batch.phase[row])
         self.rows.num_computed_tokens[row] = self.rows.num_tokens[row]
         self.rows.append(np.array([row], np.int32), np.array([first_token_id], np.int32))
+        self.speculation.adopt(row, draft_token_ids)
         self._unannounced.append(row)
         self.kv.cache_prefix(row)
         self.batch.set_phase(row, Phase.DECODE)
@@ -209,6 +218,7 @@ class Instance:
         sequence.ticket.num_preemptions += 1
         self.num_preemptions += 1
         self.kv.free(row)
+        self.speculation.forget(row, sequence.ticket)
         self._forget_on_workers(row)
         if self.num_in_flight(row):
             self.batch.set_phase(row, Phase.DRAINING)
@@ -253,7 +263,7 @@ class Instance:
         return is_empty and self.kv.num_free_blocks == self.kv.num_usable_blocks
 
     def num_in_flight(self, row: int) -> int:
-        """Samples of the row that are planned and have not arrived."""
+        """Tokens of the row that are planned and have not arrived, if every draft among them is accepted."""
         num_planned = min(int(self.rows.num_computed_tokens[row]) + 1, int(self.batch.limit[row]))
         return max(0, num_planned - int(self.rows.num_tokens[row]))
 
@@ -353,6 +363,7 @@ class Instance:
         sequence.num_hit_tokens = num_hit_tokens
         self.rows.num_computed_tokens[row] = sequence.num_hit_tokens
         self.batch.start(row, sequence, phase)
+        self.speculation.start(row, sequence)
         return row
 
     def _give_back(self, row: int) -> None:
@@ -368,6 +379,9 @@ class Instance:
             self._unannounced.remove(row)
 
     def _release_row(self, row: int) -> None:
+        sequence = self.batch.sequences[row]
+        assert sequence is not None, row
+        self.speculation.forget(row, sequence.ticket)
         self.rows.clear(row)
         self.batch.end(row, last_step=self.last_step, retired_step=self.retired_step)
 

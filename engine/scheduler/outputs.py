@@ -44,7 +44,10 @@ def _no_tokens() -> Int32Array:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """New tokens by request, at most one each, and the requests that ended; handles[i] got token_ids[i]."""
+    """New tokens by request and the requests that ended.
+
+    handles[i] got token_ids[i]; a request that got several is named as often, its tokens in order.
+    """
 
     handles: Int64Array = dataclasses.field(default_factory=_no_handles)  # [T]
     token_ids: Int32Array = dataclasses.field(default_factory=_no_tokens)  # [T]

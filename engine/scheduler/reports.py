@@ -52,6 +52,21 @@ def status(member: Member) -> dict[str, Any]:
         "num_cached_keys": ledger.num_keys,
         "num_evicted_blocks": ledger.num_evicted_blocks,
         "tiers": dict(instance.tiers.status()),
+        "speculation": speculation(instance),
+    }
+
+
+def speculation(instance: Instance) -> dict[str, Any] | None:
+    """What became of drafts; None where none is ever made. A row's verifications are drafted_per_position[0]."""
+    counters = instance.speculation.counters()
+    if counters is None:
+        return None
+    return {
+        "num_steps": counters.num_steps,
+        "num_drafted": counters.num_drafted,
+        "num_accepted": counters.num_accepted,
+        "drafted_per_position": list(counters.drafted_per_position),
+        "accepted_per_position": list(counters.accepted_per_position),
     }
 
 

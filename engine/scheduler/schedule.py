@@ -9,6 +9,8 @@
                 kept free; younger ones go ahead as far as that leaves room. In the next step it is looked up before
                 them, so that only prefills in progress can make it wait again, as a rule for a longer hit. One
                 whose prefix lies in a tier gets row and blocks, and computes nothing before they are loaded
+    5  drafts   what decode rows have proposals for, verified in the same pass: within the tokens that step 2 set
+                aside, and in blocks that nobody else took, so that no row is ever preempted for a draft
 
 The oldest row is never preempted for a younger one, so it always ends, and with it every other in turn.
 Counts advance here, at plan time; the tokens arrive in update.py.
@@ -27,6 +29,7 @@ from blockferry.engine.scheduler.batch import Phase, RowView
 from blockferry.engine.scheduler.handoff import ComputedTo
 from blockferry.engine.scheduler.instance import Instance, Kept, StepRecord
 from blockferry.engine.scheduler.sequence import Sequence
+from blockferry.engine.scheduler.speculation import NO_DRAFTS
 from blockferry.engine.wire import StepPlan
 
 _NO_ROWS: Int32Array = np.empty(0, np.int32)
@@ -61,6 +64,7 @@ class PlanDraft:
     def __init__(self, *, num_budget_tokens: int) -> None:
         self.num_budget_tokens = num_budget_tokens
         self.decode_rows: Int32Array = _NO_ROWS
+        self.num_drafts: Int32Array = NO_DRAFTS  # of each decode row, verified beside its token; empty: none of any
         self.chunks: list[Chunk] = []
 
     @property
@@ -72,6 +76,18 @@ class PlanDraft:
         """Plan one token for each of rows."""
         self.decode_rows = rows
         self.num_budget_tokens -= len(rows)
+
+    def set_drafts(self, num_drafts: Int32Array) -> None:
+        """Plan num_drafts more tokens for each decode row."""
+        self.num_drafts = num_drafts
+        self.num_budget_tokens -= int(np.add.reduce(num_drafts))
+
+    def drafts_of(self, num_rows: int) -> Int32Array:
+        """num_drafts of the step's first num_rows rows, decode rows first; empty: none of any."""
+        num_missing = num_rows - len(self.num_drafts)
+        if not len(self.num_drafts) or not num_missing:
+            return self.num_drafts
+        return np.concatenate([self.num_drafts, np.zeros(num_missing, np.int32)])
 
     def add_chunk(self, chunk: Chunk) -> None:
         """Plan a prefill chunk."""
@@ -102,6 +118,7 @@ class StepScheduler:
         self._plan_prefills(draft, gate)
         if instance.num_preemptions == num_preemptions and self._can_admit():
             self._admit(draft, now_s, gate)
+        self._make_room_for_drafts(draft)
         if draft.is_empty and not instance.owes_step:
             return None
         plan = self._emit(draft)
@@ -124,7 +141,8 @@ class StepScheduler:
             self._preempt(youngest, gate)
 
     def _plan_decodes(self, draft: PlanDraft, gate: HandoffGate) -> None:
-        rows = self._batch.decode_rows()
+        is_decoding = any(record.is_decoding for record in self._instance.in_flight)
+        rows = self._instance.speculation.ready(self._batch.decode_rows(), is_decoding=is_decoding)
         if not len(rows):
             return
         if len(rows) > draft.num_budget_tokens:
@@ -142,6 +160,20 @@ class StepScheduler:
             if num_served < len(rows):
                 num_served += kv.allocate_decode(rows[num_served:])
         draft.set_decode_rows(rows)
+        num_left = draft.num_budget_tokens
+        if self._batch.num_prefilling or (len(self._instance.queue) and self._batch.num_free_rows):
+            num_left //= 2  # prompts are to go on beside drafts
+        draft.set_drafts(self._instance.speculation.choose(rows, num_budget_tokens=num_left))
+
+    def _make_room_for_drafts(self, draft: PlanDraft) -> None:
+        """Slots for drafts in what blocks are left; a row that finds none verifies no draft in this step."""
+        if not len(draft.num_drafts):
+            return
+        kv, rows, num_drafts = self._instance.kv, draft.decode_rows, draft.num_drafts
+        num_served = kv.allocate_decode(rows, num_drafts)
+        if num_served < len(rows):
+            num_drafts[num_served:] *= kv.has_slots(rows[num_served:], num_drafts[num_served:])
+            draft.num_drafts = num_drafts if num_drafts.any() else NO_DRAFTS
 
     def _plan_prefills(self, draft: PlanDraft, gate: HandoffGate) -> None:
         waiting_rows = self._batch.prefill_rows()
@@ -238,6 +270,7 @@ class StepScheduler:
         new_rows = instance.take_new_rows()
         instance.rows.num_computed_tokens[rows] = num_computed + num_scheduled
         sampled = self._batch.view(rows[sample] if draft.chunks else rows)
+        num_proposals = instance.speculation.num_proposals(sampled.rows)
         step_id = instance.last_step = instance.last_step + 1
         prefilled = tuple(chunk.sequence for chunk in draft.chunks if chunk.is_last)
         instance.in_flight.append(
@@ -246,6 +279,9 @@ class StepScheduler:
                 sampled=sampled,
                 num_ended=self._batch.num_ended,
                 num_tokens=int(num_scheduled.sum()),
+                num_drafts=draft.drafts_of(len(sampled.rows)),
+                num_proposals=num_proposals,
+                is_decoding=len(draft.decode_rows) > 0,
                 prefilled=prefilled,
             )
         )
@@ -262,12 +298,15 @@ class StepScheduler:
             num_computed=num_computed,
             num_scheduled=num_scheduled,
             sample=sample,
+            num_drafts=draft.drafts_of(len(rows)),
+            draft_token_ids=instance.speculation.gather(draft.decode_rows, draft.num_drafts),
+            num_proposals=num_proposals,
         )
 
     def _advance(self, draft: PlanDraft, num_computed: Int32Array, sampled: RowView) -> None:
         """Move rows whose last sample is planned to PARKED, other prefills that are complete to DECODE."""
         num_decode_rows = len(draft.decode_rows)
-        # a decode row has num_computed + 1 tokens, known or in flight, and this step adds one
+        # a decode row has num_computed + 1 tokens, known or in flight, and this step adds one, perhaps drafts
         is_done = num_computed[:num_decode_rows] + 2 >= sampled.limits[:num_decode_rows]
         if is_done.any():
             self._batch.park(draft.decode_rows[is_done])
@@ -279,15 +318,17 @@ class StepScheduler:
     def _columns(self, draft: PlanDraft) -> tuple[Int32Array, Int32Array, BoolArray]:
         """The plan's rows, num_scheduled and sample: decode rows first, then chunks."""
         num_decode_rows = len(draft.decode_rows)
-        ones, trues = self._ones[:num_decode_rows], self._trues[:num_decode_rows]
+        num_each, trues = self._ones[:num_decode_rows], self._trues[:num_decode_rows]
+        if len(draft.num_drafts):
+            num_each = num_each + draft.num_drafts
         if not draft.chunks:
-            return draft.decode_rows, ones, trues
+            return draft.decode_rows, num_each, trues
         chunk_rows = np.array([chunk.row for chunk in draft.chunks], np.int32)
         chunk_tokens = np.array([chunk.num_tokens for chunk in draft.chunks], np.int32)
         is_last = np.array([chunk.is_last for chunk in draft.chunks], np.bool_)
         chunk_samples = is_last & (self._instance.rows.num_tokens[chunk_rows] < self._batch.limit[chunk_rows])
         return (
             np.concatenate([draft.decode_rows, chunk_rows]),
-            np.concatenate([ones, chunk_tokens]),
+            np.concatenate([num_each, chunk_tokens]),
             np.concatenate([trues, chunk_samples]),
         )

@@ -47,6 +47,8 @@ class Ticket:
     transfer_blocks: int = 0
     transfer_saved_bytes: int = 0
     num_loaded_tokens: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @property
     def handle(self) -> int:
@@ -109,6 +111,8 @@ class Ticket:
             transfer_blocks=self.transfer_blocks,
             transfer_saved_bytes=self.transfer_saved_bytes,
             num_loaded_tokens=self.num_loaded_tokens,
+            num_drafted_tokens=self.num_drafted_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
         )
 
 

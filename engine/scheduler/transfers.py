@@ -96,6 +96,7 @@ class Handoffs:
         """P's last chunk has retired and the first token is known."""
         handoff = self._in_state(sequence, HandoffState.RESERVED)
         handoff.first_token_id = int(handoff.source.rows.tokens(handoff.source_row)[-1])
+        handoff.draft_token_ids = handoff.source.speculation.proposed(handoff.source_row)
         handoff.ready_s = now_s
         handoff.lease_ends_s = now_s + self._options.lease_s
         handoff.state = HandoffState.FERRYING
@@ -276,7 +277,7 @@ class Handoffs:
             ticket.transfer_saved_bytes = round(handoff.num_bytes * (whole_bytes(handoff) / handoff.weight - 1.0))
         del self._by_handle[ticket.handle]
         handoff.source.drop(handoff.source_sequence)
-        handoff.target.activate(handoff.target_sequence, handoff.first_token_id)
+        handoff.target.activate(handoff.target_sequence, handoff.first_token_id, handoff.draft_token_ids)
         ticket.sequence = handoff.target_sequence
 
     def _give_up(self, handoff: Handoff, reason: str) -> list[HandoffFailed]:

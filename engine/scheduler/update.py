@@ -3,10 +3,10 @@
 All rows at once in vector operations; per sequence only where a prefill or a request ended. Decides no hand-over:
 a ferried sequence whose prompt is computed is reported and keeps its row (PARKED).
 
-    result --> rows still in use? --> append --> cache filled blocks --> stop id / limit?
-                    | no                                                  | yes
-                    v                                                     v
-               token dropped                          ended, or (ferried, at its limit) prompt ready
+    result --> rows still in use? --> append, up to a stop id --> cache filled blocks --> stop id / limit?
+                    | no                  | drafts did not hold         proposals kept       | yes
+                    v                     v                                                  v
+               tokens dropped   computed counts go back         ended, or (ferried, at its limit) prompt ready
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from __future__ import annotations
 import dataclasses
 
 from blockferry.engine.request import FinishReason, Int32Array, Int64Array
-from blockferry.engine.scheduler.batch import Phase, RowView
+from blockferry.engine.scheduler.batch import Phase
 from blockferry.engine.scheduler.instance import Instance, StepRecord
+from blockferry.engine.scheduler.new_tokens import Drawn, NewTokens, append, describe_mismatch
 from blockferry.engine.scheduler.sequence import Sequence
 from blockferry.engine.wire import RowLogprobs, StepResult
 
@@ -33,7 +34,7 @@ class Ended:
 class StepUpdate:
     """What became of a step."""
 
-    handles: Int64Array  # [T]
+    handles: Int64Array  # [T], one as often as it got tokens
     token_ids: Int32Array  # [T]
     logprobs: tuple[tuple[int, RowLogprobs], ...]
     ended: tuple[Ended, ...]
@@ -41,25 +42,23 @@ class StepUpdate:
 
 
 def apply_result(instance: Instance, result: StepResult, now_s: float) -> StepUpdate:
-    """Apply the result of the oldest step in flight. Raises ValueError for any other step or a wrong length."""
+    """Apply the result of the oldest step in flight.
+
+    Raises ValueError for any other step, and for tokens or proposals that the step cannot have; nothing has changed.
+    """
     record = _take_record(instance, result)
+    new = _append(instance, record, result)
     logprobs = _logprobs_by_handle(instance, result.logprobs) if result.logprobs else ()
-    view, token_ids = record.sampled, result.token_ids
-    if instance.batch.num_ended != record.num_ended:
-        is_live = instance.batch.phase.take(view.rows) != Phase.ENDED
-        view, token_ids = view.keep(is_live), token_ids[is_live]
-    num_tokens = instance.rows.append(view.rows, token_ids)
-    instance.kv.cache_filled(_rows_with_blocks(instance, view.rows))
     for sequence in record.prefilled:
         sequence.ticket.mark_prefilled(now_s)
-    ended, prompt_ready = _find_ends(instance, view, token_ids, num_tokens)
+    ended, prompt_ready = _find_ends(instance, new)
     ended += _end_unsampled(record)
     for end in ended:
         instance.drop(end.sequence)
     _settle(instance, record.step_id)
     return StepUpdate(
-        handles=view.handles,
-        token_ids=token_ids,
+        handles=new.handles,
+        token_ids=new.token_ids,
         logprobs=logprobs,
         ended=ended,
         prompt_ready=prompt_ready,
@@ -74,48 +73,69 @@ def _take_record(instance: Instance, result: StepResult) -> StepRecord:
             "oldest in flight; commit results in the order of their plans"
         )
     record = instance.in_flight[0]
-    if len(result.token_ids) != len(record.sampled.rows):
-        raise ValueError(
-            f"step {result.step_id} of instance {instance.instance_id} samples {len(record.sampled.rows)} rows, but "
-            f"its result has {len(result.token_ids)} tokens; return one token per sampling row of the plan"
-        )
+    mismatch = describe_mismatch(
+        result,
+        num_sampled=len(record.sampled.rows),
+        num_drafts=record.num_drafts,
+        num_proposals=record.num_proposals,
+    )
+    if mismatch:
+        raise ValueError(f"step {result.step_id} of instance {instance.instance_id} {mismatch}")
     return instance.in_flight.popleft()
 
 
+def _append(instance: Instance, record: StepRecord, result: StepResult) -> NewTokens:
+    """Append a result's tokens to the rows that are still in use, cache what they fill, keep what was proposed."""
+    batch = instance.batch
+    drawn = Drawn(
+        view=record.sampled,
+        token_ids=result.token_ids,
+        counts=result.num_tokens,
+        num_drafts=record.num_drafts,
+        proposals=result.proposals,
+    )
+    if batch.num_ended != record.num_ended:
+        drawn = drawn.keep(batch.phase.take(record.sampled.rows) != Phase.ENDED)
+    new = append(instance.rows, drawn)
+    rows = new.view.rows
+    has_blocks = batch.phase.take(rows) != Phase.DRAINING if batch.num_draining else None  # None: all of them
+    instance.kv.cache_filled(rows if has_blocks is None else rows[has_blocks])
+    instance.speculation.learn(drawn, has_blocks)
+    return new
+
+
 def _logprobs_by_handle(instance: Instance, logprobs: tuple[RowLogprobs, ...]) -> tuple[tuple[int, RowLogprobs], ...]:
-    """Address log probabilities by request; those of ended rows and repeated prompt positions are dropped."""
+    """Address log probabilities by request, without those of ended rows, cut tokens and repeated prompt positions."""
     addressed = []
     for entry in logprobs:
         sequence = instance.batch.sequences[entry.row]
         if sequence is None:
             continue
-        unsent = sequence.ticket.unsent(entry) if entry.is_prompt else entry
+        num_tokens = int(instance.rows.num_tokens[entry.row])
+        unsent = sequence.ticket.unsent(entry) if entry.is_prompt else _up_to(entry, num_tokens)
         if unsent is not None:
             addressed.append((sequence.ticket.handle, unsent))
     return tuple(addressed)
 
 
-def _rows_with_blocks(instance: Instance, rows: Int32Array) -> Int32Array:
-    """Those of rows that were not preempted since they were planned."""
-    if not instance.batch.num_draining:
-        return rows
-    with_blocks: Int32Array = rows[instance.batch.phase.take(rows) != Phase.DRAINING]
-    return with_blocks
+def _up_to(logprobs: RowLogprobs, num_tokens: int) -> RowLogprobs | None:
+    """Those of tokens that the row has kept."""
+    num_kept = num_tokens - logprobs.first_position
+    if num_kept >= len(logprobs.entries):
+        return logprobs
+    return dataclasses.replace(logprobs, entries=logprobs.entries[:num_kept]) if num_kept > 0 else None
 
 
-def _find_ends(
-    instance: Instance, view: RowView, token_ids: Int32Array, num_tokens: Int32Array
-) -> tuple[tuple[Ended, ...], tuple[Sequence, ...]]:
-    is_stop = view.find_stops(token_ids, num_tokens)
-    is_end = num_tokens >= view.limits
-    is_end |= is_stop
+def _find_ends(instance: Instance, new: NewTokens) -> tuple[tuple[Ended, ...], tuple[Sequence, ...]]:
+    is_end = new.num_tokens >= new.view.limits
+    is_end |= new.is_stop
     ended: list[Ended] = []
     prompt_ready: list[Sequence] = []
     for index in is_end.nonzero()[0].tolist():
-        sequence = instance.batch.sequences[view.rows[index]]
-        assert sequence is not None, view.rows[index]
-        if is_stop[index]:
-            stop_token_id = int(token_ids[index])
+        sequence = instance.batch.sequences[new.view.rows[index]]
+        assert sequence is not None, new.view.rows[index]
+        if new.is_stop[index]:
+            stop_token_id = int(new.last_token_ids[index])
             ended.append(Ended(sequence=sequence, reason=FinishReason.STOP, stop_token_id=stop_token_id))
         elif sequence.is_ferried:
             prompt_ready.append(sequence)

@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
-from support.scheduler_machine import MACHINE_SETTINGS, MOST_GROUPS, SchedulerMachine, small_shapes
+from support.scheduler_machine import MACHINE_SETTINGS, MOST_GROUPS, SchedulerMachine, small_shapes, suit_family
 from support.sim_families import SPECS, can_cache, largest_step
 from support.simulator import Shape, SimCluster, TierShapes
 
@@ -85,7 +85,7 @@ class MixedOffloadMachine(OffloadMachine):
         self.num_joined += 1
 
     def newcomer(self, shape, data):
-        shape["num_blocks"] = 1 + (shape["num_blocks"] - 1) * len(SPECS[self.kind["family"]](1))
+        suit_family(shape, self.kind["family"])
         return Shape(instance_id=f"mixed-{self.num_joined}", **shape | self.kind)
 
     @rule()
@@ -121,7 +121,7 @@ class FerriedOffloadMachine(OffloadMachine):
         return self.shape(f"{role}-{self.num_joined}", role, shape)
 
     def shape(self, instance_id, role, shape):
-        shape["num_blocks"] = 1 + (shape["num_blocks"] - 1) * len(SPECS[self.family](1))
+        suit_family(shape, self.family)
         shape["block_size"] = self.block_size
         tiers = self.tiers if role is Role.PREFILL and shape["enable_caching"] else None
         return Shape(instance_id=instance_id, role=role, family=self.family, tiers=tiers, **shape)

@@ -2,8 +2,8 @@
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
-from support.scheduler_machine import MACHINE_SETTINGS, MOST_GROUPS, SchedulerMachine, small_shapes
-from support.sim_families import SPECS, can_cache, largest_step
+from support.scheduler_machine import MACHINE_SETTINGS, MOST_GROUPS, SchedulerMachine, small_shapes, suit_family
+from support.sim_families import SPECS, largest_step
 from support.simulator import Shape, SimCluster
 
 from blockferry.connectors.base import Overlap, TransferMode, TransferState
@@ -34,8 +34,7 @@ class MixedMachine(SchedulerMachine):
         self.num_joined += 1
 
     def newcomer(self, shape, data):
-        shape["num_blocks"] = 1 + (shape["num_blocks"] - 1) * len(SPECS[self.kind["family"]](1))
-        shape["enable_caching"] &= can_cache(self.kind["family"])
+        suit_family(shape, self.kind["family"])
         return Shape(instance_id=f"mixed-{self.num_joined}", **shape | self.kind)
 
 
@@ -159,8 +158,7 @@ class DisaggregatedHybridMachine(FerryingMachine):
         num_groups = len(SPECS[self.family](1))
         if not has_one_reach(self.family):
             shape["block_size"] = self.block_size
-        shape["num_blocks"] = 1 + (shape["num_blocks"] - 1) * num_groups
-        shape["enable_caching"] &= can_cache(self.family)
+        suit_family(shape, self.family)
         shape["family"], shape["has_draft"] = self.family, self.has_draft
         if self.retention is not None:
             shape["retention_interval"] = self.retention * largest_step(self.family, shape["block_size"])

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from support.sim_families import SPECS
+from support.sim_drafts import SimDrafts
+from support.sim_families import SPECS, can_cache, can_draft
 from support.simulator import VOCAB_SIZE, Shape, SimCluster
 
 from blockferry.engine.config import Role
@@ -27,6 +28,14 @@ sometimes = st.sampled_from([False, False, False, True])
 
 MOST_GROUPS = max(len(make_specs(1)) for make_specs in SPECS.values())
 
+some_drafts = st.builds(
+    SimDrafts,
+    num_tokens=st.integers(1, 4),
+    accuracy=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    willingness=st.sampled_from([1.0, 0.8]),
+    is_adaptive=st.booleans(),
+)
+
 small_shapes = st.fixed_dictionaries(
     {
         "num_blocks": st.integers(6, 24),
@@ -39,8 +48,17 @@ small_shapes = st.fixed_dictionaries(
         "watermark": st.sampled_from([0.0, 0.1]),
         "num_ranks": st.integers(1, 2),
         "max_queue_len": st.sampled_from([3, 100]),
+        "drafts": st.none() | some_drafts,
     }
 )
+
+
+def suit_family(shape, family: str) -> None:
+    """Make a drawn shape one that a family's caches allow."""
+    shape["num_blocks"] = 1 + (shape["num_blocks"] - 1) * len(SPECS[family](1))
+    shape["enable_caching"] &= can_cache(family)
+    if not can_draft(family):
+        shape["drafts"] = None
 
 
 class SchedulerMachine(RuleBasedStateMachine):

@@ -7,32 +7,12 @@ import dataclasses
 
 import numpy as np
 from support.sim_cache import SimCache, Span
+from support.sim_chain import chain, next_token
+from support.sim_drafts import NO_DRAFTS, SimDrafts
 
 from blockferry.engine.kv.spec import KVCacheConfig
 from blockferry.engine.request import FinishReason, Request
 from blockferry.engine.wire import StepPlan, StepResult, pack, plan_from_bytes
-
-VOCAB_SIZE = 23
-_MASK = (1 << 61) - 1
-
-
-def fold(state: int, token_id: int) -> int:
-    """The number of the slot after `state` that holds token_id."""
-    return ((state * 1_000_003 + int(token_id) + 1) * 2_654_435_761 + 12_345) & _MASK | 8
-
-
-def chain(token_ids) -> list[int]:
-    """Slot numbers of a sequence."""
-    states, state = [], 1
-    for token_id in token_ids:
-        state = fold(state, token_id)
-        states.append(state)
-    return states
-
-
-def next_token(state: int) -> int:
-    """The token that follows a slot number."""
-    return (state >> 13) % VOCAB_SIZE
 
 
 def reference(request: Request, *, max_model_len: int) -> tuple[list[int], FinishReason, int | None]:
@@ -55,17 +35,23 @@ class SimRow:
     token_ids: list[int]
     num_prompt_tokens: int
     num_computed: int = -1  # not known yet
+    drafts: list[int] = dataclasses.field(default_factory=list)  # of the step
 
 
 class SimWorker:
     """One instance's worker. Executes plans in order and asserts that each makes sense."""
 
-    def __init__(self, config: KVCacheConfig, *, max_rows: int, max_model_len: int) -> None:
+    def __init__(
+        self, config: KVCacheConfig, *, max_rows: int, max_model_len: int, drafts: SimDrafts = NO_DRAFTS
+    ) -> None:
         self.cache = SimCache(config, max_rows=max_rows, max_model_len=max_model_len)
+        self.max_model_len = max_model_len
         self.rows: dict[int, SimRow] = {}
         self.last_step = -1
         self.num_computed_tokens = 0
         self.num_copies = 0
+        self.drafts = drafts
+        self.num_verified = 0
         self.has_states = any(self.cache.is_state)
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -80,7 +66,14 @@ class SimWorker:
         for verb in (self.cache.read_states, self.cache.write, self.cache.read):
             for span in spans:
                 verb(span)
-        return StepResult(step_id=plan.step_id, token_ids=self._sample(plan, spans))
+        sampled = self._sample(plan, spans)
+        counts = np.array([len(tokens) for tokens in sampled], np.int32)
+        return StepResult(
+            step_id=plan.step_id,
+            token_ids=np.array([token_id for tokens in sampled for token_id in tokens], np.int32),
+            num_tokens=counts if len(plan.num_drafts) else counts[:0],
+            proposals=self._propose(plan),
+        )
 
     def _apply(self, plan: StepPlan) -> None:
         for row in plan.freed_rows.tolist():
@@ -97,12 +90,16 @@ class SimWorker:
 
     def _spans(self, plan: StepPlan) -> list[Span]:
         spans = []
+        drafts = _drafts_by_row(plan)
         for row, start, count in zip(plan.rows.tolist(), plan.num_computed.tolist(), plan.num_scheduled.tolist()):
             state = self.rows[row]
+            state.drafts = drafts[row]
             assert count >= 1
             assert state.num_computed in (-1, start), "a position computed twice or skipped"
-            assert start + count <= len(state.token_ids), "an unknown token is computed"
-            states = np.array(chain(state.token_ids[: start + count]), np.int64)
+            assert start + count <= len(state.token_ids) + len(state.drafts), "an unknown token is computed"
+            assert not state.drafts or count == 1 + len(state.drafts), "drafts behind a chunk"
+            assert start + count <= self.max_model_len, "a draft behind the longest sequence"
+            states = np.array(chain((state.token_ids + state.drafts)[: start + count]), np.int64)
             spans.append(Span(row, start, start + count, state.num_prompt_tokens, states))
         return spans
 
@@ -129,16 +126,43 @@ class SimWorker:
         """True when both rows mean the same tokens by the block: a prefix hit within one step."""
         column = self.cache.tables[group].row(row).tolist().index(block_id)
         stop = (column + 1) * self.cache.sizes[group]
-        return self.rows[row].token_ids[:stop] == self.rows[other].token_ids[:stop]
+        mine, others = (self.rows[one].token_ids + self.rows[one].drafts for one in (row, other))
+        return mine[:stop] == others[:stop]
 
-    def _sample(self, plan: StepPlan, spans: list[Span]):
+    def _sample(self, plan: StepPlan, spans: list[Span]) -> list[list[int]]:
+        """The tokens of each sampling row: drafts that are what the chain yields, and one more."""
         sampled = []
         for span, sample in zip(spans, plan.sample.tolist()):
             state = self.rows[span.row]
-            if sample:
-                assert span.stop == len(state.token_ids), "sampled before the last known token"
-                sampled.append(next_token(int(span.states[-1])))
-                state.token_ids.append(sampled[-1])
+            num_drafts = len(state.drafts)
             state.num_computed = span.stop
+            if sample:
+                assert span.stop == len(state.token_ids) + num_drafts, "sampled before the last known token"
+                tokens = [next_token(int(number)) for number in span.states[span.stop - num_drafts - 1 :]]
+                is_right = [draft == token_id for draft, token_id in zip(state.drafts, tokens)]
+                num_accepted = is_right.index(False) if False in is_right else num_drafts
+                sampled.append(tokens[: num_accepted + 1])
+                state.token_ids += sampled[-1]
+                state.num_computed = len(state.token_ids) - 1
+            else:
+                assert not num_drafts, "drafts of a row that is not sampled"
+            self.num_verified += num_drafts
             self.num_computed_tokens += span.stop - span.start
-        return np.array(sampled, np.int32)
+        return sampled
+
+    def _propose(self, plan: StepPlan) -> np.ndarray:
+        assert 0 <= plan.num_proposals <= self.drafts.num_tokens, plan.num_proposals
+        rows = plan.rows[plan.sample].tolist()
+        proposals = [self.drafts.propose(chain(self.rows[row].token_ids)[-1], plan.num_proposals) for row in rows]
+        return np.array(proposals, np.int32).reshape(len(rows), plan.num_proposals)
+
+
+def _drafts_by_row(plan: StepPlan) -> dict[int, list[int]]:
+    """Tokens that a plan wants verified."""
+    if not len(plan.num_drafts):
+        assert not len(plan.draft_token_ids), "drafts of nobody"
+        return {row: [] for row in plan.rows.tolist()}
+    assert len(plan.num_drafts) == len(plan.rows)
+    assert plan.num_drafts.sum() == len(plan.draft_token_ids) > 0
+    drafts = np.split(plan.draft_token_ids, np.cumsum(plan.num_drafts)[:-1])
+    return {row: mine.tolist() for row, mine in zip(plan.rows.tolist(), drafts)}

@@ -5,9 +5,11 @@ import dataclasses
 
 import numpy as np
 from support.sim_cache import GARBAGE
+from support.sim_chain import VOCAB_SIZE
+from support.sim_drafts import NO_DRAFTS, SimDrafts
 from support.sim_families import family_groups
 from support.sim_tiers import SimTiers
-from support.sim_worker import VOCAB_SIZE, SimWorker, reference
+from support.sim_worker import SimWorker, reference
 from support.slab_serving import geometry
 
 from blockferry.connectors.base import Overlap, TransferCommand, TransferEvent, TransferMode, TransferState
@@ -90,6 +92,7 @@ class Shape:
     watermark: float = 0.01
     num_ranks: int = 1
     tiers: TierShapes | None = None
+    drafts: SimDrafts | None = None  # None: one token per row and step
 
 
 class SimCluster:
@@ -149,7 +152,10 @@ class SimCluster:
         self.central.add_instance(instance)
         self.instances[instance_id] = instance
         self.workers[instance_id] = SimWorker(
-            kv_config(shape), max_rows=shape.max_num_seqs, max_model_len=self.max_model_len
+            kv_config(shape),
+            max_rows=shape.max_num_seqs,
+            max_model_len=self.max_model_len,
+            drafts=shape.drafts or NO_DRAFTS,
         )
         self.plans[instance_id], self.results[instance_id] = collections.deque(), collections.deque()
         self.tiers[instance_id] = SimTiers(
@@ -496,6 +502,7 @@ def make_instance(shape: Shape, max_model_len: int) -> Instance:
             max_queue_len=shape.max_queue_len,
             num_steps_in_flight=shape.num_steps_in_flight,
             policy=shape.policy,
+            speculation=None if shape.drafts is None else shape.drafts.config,
         ),
         kv=KVCacheManager(kv_config(shape), rows, options=options),
         rows=rows,

@@ -1,0 +1,113 @@
+"""How many drafts of a row are worth verifying. Owns what is known of each row's acceptance; knows no tokens.
+
+A row whose drafts are accepted at rate r, each given the ones before it, keeps its j-th draft with probability r**j,
+and wins one token by it. Verifying a position more, and drafting it, takes a share c of the time of a plain step. So
+draft j pays while r**j > c * t, where t is the tokens per plain step's time that the row has without it: what the
+same time would yield otherwise. c is about 0.2 for a model whose weights are read once per step, t about 1.5 where
+the decision is close; their product is PAYING_RATE.
+
+    r   0 ......... 0.3 ........ 0.548 ...... 0.669 ............... 1        j-th border: PAYING_RATE ** (1 / j)
+        none        | 1 draft    | 2 drafts   | 3 drafts
+
+r is an exponential average over the drafts whose fate was decided: an accepted one counts 1, the first one refused 0,
+those after it are unknown. A row whose drafts do not pay tries one whenever its length is a multiple of
+PROBE_INTERVAL. Its rate is never taken for less than LOWEST_RATE, so that one success lets it draft again.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockferry.engine.config import SpeculationConfig
+from blockferry.engine.request import Int32Array
+
+PAYING_RATE = 0.3
+FIRST_RATE = 0.8  # taken for a row's rate before anything is known of it
+MEMORY = 0.9  # share of the old rate that one decided draft leaves
+LOWEST_RATE = 0.25  # one success lifts it over PAYING_RATE: 1 - (1 - 0.25) * 0.9 = 0.325
+PROBE_INTERVAL = 16  # tokens
+
+
+class Wanted(NamedTuple):
+    """Drafts that rows [R] want; the caller's to write."""
+
+    now: Int32Array  # after their last known token
+    then: Int32Array  # after one token more
+
+
+class DraftLengths(Protocol):
+    """How many drafts each row wants. Mutated by RowDrafts only."""
+
+    def start(self, row: int) -> None:
+        """A sequence begins on a row."""
+
+    def learn(self, rows: Int32Array, num_drafts: Int32Array, num_accepted: Int32Array) -> None:
+        """num_drafts [R] of rows [R] were verified, the first num_accepted [R] of them confirmed."""
+
+    def wanted(self, rows: Int32Array, num_tokens: Int32Array) -> Wanted:
+        """For rows [R] that have num_tokens [R]."""
+
+
+class FixedLengths:
+    """Every row always wants the same number."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = np.int32(num_tokens)
+
+    def start(self, row: int) -> None:
+        """Nothing to begin."""
+
+    def learn(self, rows: Int32Array, num_drafts: Int32Array, num_accepted: Int32Array) -> None:
+        """Whatever came of it."""
+
+    def wanted(self, rows: Int32Array, num_tokens: Int32Array) -> Wanted:
+        """The number."""
+        del num_tokens
+        return Wanted(now=np.full(len(rows), self._num_tokens), then=np.full(len(rows), self._num_tokens))
+
+
+class AdaptiveLengths:
+    """Every row wants as many as pay at the rate at which its drafts were accepted."""
+
+    def __init__(self, num_tokens: int, *, max_rows: int) -> None:
+        self._rate: NDArray[np.float32] = np.zeros(max_rows, np.float32)
+        self._paying: Int32Array = np.zeros(max_rows, np.int32)  # drafts that pay at the row's rate
+        self._borders = np.array([PAYING_RATE ** (1 / place) for place in range(1, num_tokens + 1)], np.float32)
+        self._first = np.int32(np.searchsorted(self._borders, np.float32(FIRST_RATE)))
+        # [num_tokens + 1]: what that many decided drafts leave of the old rate
+        self._left: NDArray[np.float32] = np.array([MEMORY**count for count in range(num_tokens + 1)], np.float32)
+
+    def start(self, row: int) -> None:
+        """Nothing is known of the sequence's drafts."""
+        self._rate[row] = FIRST_RATE
+        self._paying[row] = self._first
+
+    def learn(self, rows: Int32Array, num_drafts: Int32Array, num_accepted: Int32Array) -> None:
+        """See DraftLengths."""
+        rate = self._rate.take(rows)
+        np.subtract(np.float32(1), rate, out=rate)
+        rate *= self._left.take(num_accepted)
+        np.subtract(np.float32(1), rate, out=rate)
+        rate *= self._left.take(num_accepted < num_drafts)
+        np.maximum(rate, np.float32(LOWEST_RATE), out=rate)
+        self._rate[rows] = rate
+        self._paying[rows] = np.searchsorted(self._borders, rate)
+
+    def wanted(self, rows: Int32Array, num_tokens: Int32Array) -> Wanted:
+        """See DraftLengths."""
+        paying = self._paying.take(rows)
+        now, then = paying, paying.copy()
+        if np.count_nonzero(paying) < len(rows):
+            now[(paying == 0) & (num_tokens % PROBE_INTERVAL == 0)] = 1
+            then[(then == 0) & ((num_tokens + 1) % PROBE_INTERVAL == 0)] = 1
+        return Wanted(now=now, then=then)
+
+
+def make_draft_lengths(config: SpeculationConfig, *, max_rows: int) -> DraftLengths:
+    """As the configuration says."""
+    if config.is_adaptive:
+        return AdaptiveLengths(config.num_tokens, max_rows=max_rows)
+    return FixedLengths(config.num_tokens)
