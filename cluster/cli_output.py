@@ -108,7 +108,7 @@ def print_answers(answers: Sequence[Answer]) -> None:
         print_line("")
     table = Table(box=None, padding=(0, 2, 0, 0))
     ferry = ("blocks ferried", "bytes ferried", "bytes saved", "wait for blocks")
-    for heading in ("prompt", "output", "cached", "loaded", *ferry, "TTFT", "decode"):
+    for heading in ("prompt", "output", "cached", "loaded", *ferry, "drafts", "TTFT", "decode"):
         table.add_column(heading, justify="right")
     for answer in answers:
         stats = answer.stats
@@ -122,6 +122,7 @@ def print_answers(answers: Sequence[Answer]) -> None:
             size_words(stats.transfer_bytes),
             size_words(stats.transfer_saved_bytes) if is_ferried else "-",
             f"{stats.transfer_s * 1e3:.2f} ms" if is_ferried else "-",
+            f"{stats.num_accepted_tokens} of {stats.num_drafted_tokens}" if stats.num_drafted_tokens else "-",
             f"{answer.ttft_s * 1e3:.0f} ms",
             f"{answer.decode_tokens_per_s:.1f} tok/s",
         )

@@ -8,11 +8,13 @@ from support.api_client import ApiClient
 from support.api_server import ApiServer
 from support.tiny_engine import TinyEngine
 
-from blockferry.cluster import snapshot
+from blockferry.cluster import cli_output, snapshot
 from blockferry.cluster.bench.drafts import counts_in, draft_rows
 from blockferry.cluster.bench.serve import ServeBenchConfig, run_serve_bench
 from blockferry.cluster.draft_counts import DraftCounts, draft_words
+from blockferry.cluster.generate import Answer
 from blockferry.cluster.health import HealthBoard
+from blockferry.engine.request import FinishReason, RequestStats
 
 COUNTS = {"drafted_per_position": [100, 80, 60], "accepted_per_position": [75, 40, 5]}
 NAMES = {"draft_acceptance", "tokens_per_step"}
@@ -36,6 +38,30 @@ def test_status_says_how_drafts_fare() -> None:
     )
     nothing = {name: [0, 0] for name in COUNTS}
     assert draft_words(nothing) == "speculation: nothing was drafted yet"
+
+
+def test_generate_says_how_many_drafts_of_an_answer_were_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+    stats = RequestStats(
+        **dict.fromkeys(("num_prompt_tokens", "num_output_tokens", "num_cached_tokens", "num_preemptions"), 8),
+        **dict.fromkeys(("queued_s", "prefill_s", "transfer_s"), 0.0),
+        **dict.fromkeys(("transfer_bytes", "transfer_blocks", "transfer_saved_bytes"), 0),
+        num_drafted_tokens=30,
+        num_accepted_tokens=12,
+    )
+    answer = Answer(
+        prompt="x",
+        prompt_token_ids=[],
+        token_ids=[],
+        text="y",
+        finish_reason=FinishReason.LENGTH,
+        error="",
+        ttft_s=0.0,
+        e2e_s=0.0,
+        stats=stats,
+    )
+    cli_output.print_answers([answer])
+    assert "12 of 30" in capsys.readouterr().out
+    assert answer.to_json()["metrics"]["num_accepted_tokens"] == 12
 
 
 @pytest.mark.parametrize("instance", [{"speculation": None}, {}])
