@@ -17,7 +17,7 @@ from blockferry.cluster.scheduler_loop import LoopTiming, SchedulerLoop
 from blockferry.cluster.sockets import Endpoint
 from blockferry.cluster.worker_loop import WorkerLoop, WorkerTiming
 from blockferry.connectors.base import TransferCommand, TransferEvent, TransferState
-from blockferry.engine.config import CacheConfig, ConnectorConfig, Role, SchedulerConfig
+from blockferry.engine.config import CacheConfig, ConnectorConfig, Role, SchedulerConfig, SpeculationConfig
 from blockferry.engine.kv.reach import KVContent
 from blockferry.engine.kv.spec import AttentionSpec, KVCacheConfig, KVCacheGroup
 from blockferry.engine.request import Request, SamplingParams, TokenLogprobs
@@ -49,7 +49,8 @@ class Fault:
 class EchoExecutor:
     """A worker whose next token is always 7, or its position; it may be told to fail or to be slow.
 
-    Tokens that are positions come with log probabilities, whether they were asked for or not.
+    Tokens that are positions come with log probabilities, whether they were asked for or not. Where the plan asks for
+    proposals, they are the tokens to come, but for positions that divide by 5.
     """
 
     def __init__(self) -> None:
@@ -62,21 +63,45 @@ class EchoExecutor:
         time.sleep(self.delay_s)
         if self.error:
             raise RuntimeError(self.error)
-        positions = (plan.num_computed + plan.num_scheduled)[plan.sample]
+        firsts = (plan.num_computed + plan.num_scheduled)[plan.sample]
+        counts = np.ones(len(firsts), np.int32)
+        if len(plan.num_drafts):
+            firsts -= plan.num_drafts[plan.sample]
+            counts += _num_accepted(plan, self._token)
+        positions = np.concatenate([first + np.arange(count) for first, count in zip(firsts, counts)] or [firsts])
         if self.fault is not None and self.fault.strikes(positions):
             raise RuntimeError("told to fail")
-        if not self.says_positions:
-            return StepResult(step_id=plan.step_id, token_ids=np.full(len(positions), 7, np.int32))
-        rows = zip(plan.rows[plan.sample].tolist(), positions.tolist(), strict=True)
-        logprobs = tuple(_logprobs(row, position) for row, position in rows)
-        return StepResult(step_id=plan.step_id, token_ids=positions, logprobs=logprobs)
+        rows = plan.rows[plan.sample].tolist()
+        nexts = (firsts + counts)[:, None] + np.arange(plan.num_proposals, dtype=np.int32)
+        return StepResult(
+            step_id=plan.step_id,
+            token_ids=self._token(positions.astype(np.int32)),
+            num_tokens=counts if len(plan.num_drafts) else counts[:0],
+            proposals=np.where(nexts % 5, self._token(nexts), 1).astype(np.int32),
+            logprobs=tuple(map(_logprobs, rows, firsts.tolist(), counts.tolist())) if self.says_positions else (),
+        )
+
+    def _token(self, positions: np.ndarray) -> np.ndarray:
+        return positions if self.says_positions else np.full_like(positions, 7)
 
 
-def _logprobs(row: int, position: int) -> RowLogprobs:
-    entry = TokenLogprobs(
-        token_ids=np.array([position], np.int32), logprobs=np.array([-position / 100], np.float32), rank=1
+def _num_accepted(plan: StepPlan, token_at: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Of every sampling row's drafts."""
+    drafts = np.split(plan.draft_token_ids, np.cumsum(plan.num_drafts)[:-1])
+    stops = plan.num_computed + plan.num_scheduled
+    held = [
+        int(np.cumprod(token_at(np.arange(stop - len(draft), stop, dtype=np.int32)) == draft).sum())
+        for stop, draft in zip(stops.tolist(), drafts)
+    ]
+    return np.array(held, np.int32)[plan.sample]
+
+
+def _logprobs(row: int, position: int, count: int) -> RowLogprobs:
+    entries = tuple(
+        TokenLogprobs(token_ids=np.array([place], np.int32), logprobs=np.array([-place / 100], np.float32), rank=1)
+        for place in range(position, position + count)
     )
-    return RowLogprobs(row=row, first_position=position, is_prompt=False, entries=(entry,))
+    return RowLogprobs(row=row, first_position=position, is_prompt=False, entries=entries)
 
 
 class InstantFerry:
@@ -194,7 +219,14 @@ def _rank(name: str, scheduler: SchedulerLoop) -> Rank:
     return Rank(loop=loop, executor=executor, ferry=ferry, thread=thread)
 
 
-def instance_settings(name: str, role: Role, *, max_queue_len: int = 4096, max_num_seqs: int = 64) -> InstanceSettings:
+def instance_settings(
+    name: str,
+    role: Role,
+    *,
+    max_queue_len: int = 4096,
+    max_num_seqs: int = 64,
+    speculation: SpeculationConfig | None = None,
+) -> InstanceSettings:
     spec = AttentionSpec(block_size=BLOCK_SIZE, content=KVContent(num_kv_heads=1, head_dim=8, dtype_bytes=4))
     kv = KVCacheConfig(
         num_blocks=NUM_BLOCKS, groups=(KVCacheGroup(layer_ids=(0,), spec=spec),), hash_block_size=BLOCK_SIZE
@@ -205,7 +237,7 @@ def instance_settings(name: str, role: Role, *, max_queue_len: int = 4096, max_n
         num_ranks=1,
         kv=kv,
         cache=CacheConfig(block_size=BLOCK_SIZE),
-        scheduler=SchedulerConfig(max_queue_len=max_queue_len, max_num_seqs=max_num_seqs),
+        scheduler=SchedulerConfig(max_queue_len=max_queue_len, max_num_seqs=max_num_seqs, speculation=speculation),
     )
 
 
