@@ -1,11 +1,16 @@
 """Recurrent state whose values at block boundaries are blocks of their own, which the prefix cache may keep.
 
     computed:        0        B        2B       3B
-    columns:         |  null  |  null  | state  | running |
+    columns:         |  null  |  null  | state  | running | draft 1 | .. | draft k |
                                   at 3B, the one before  ^ written by the next step, from the state before it
 
 A row holds the running state and the one before it; everything else is null. What chunks a prompt is computed in
 decides at which boundaries there are states at all.
+
+Behind the running state are blocks for the states after each of k drafts. Where the running state moves on by a block,
+the first of them becomes its new one and another is taken for the last. Workers know a row's state by its block: after
+drafts were accepted it is that of one of them. They copy the state at the end of the running block into it, if drafts
+went past that; at boundaries beyond, of blocks shorter than the drafts, no state is kept.
 """
 
 from __future__ import annotations
@@ -241,8 +246,7 @@ class MambaManager:
 
     def num_missing_in(self, demand: DecodeDemand) -> Int32Array:
         """Blocks that each row must take in each of the groups; shape [R]."""
-        required = (demand.num_main + (self.tokens_per_block - 1)) // self.tokens_per_block + self._num_speculative
-        missing: Int32Array = (required > self.stack.num_blocks.take(demand.rows)).astype(np.int32)
+        missing: Int32Array = (self._num_required_in(demand) > self.stack.num_blocks.take(demand.rows)).astype(np.int32)
         missing[self._pending_among(demand.rows)] += 1
         return missing
 
@@ -250,7 +254,8 @@ class MambaManager:
         """Take num_blocks [R], all >= 1, in each of the groups for the demand's rows."""
         is_usual = self._has_running.take(demand.rows)
         is_usual[self._pending_among(demand.rows)] = False
-        if self._num_speculative or not is_usual.all():
+        is_usual &= self._num_required_in(demand) == self.stack.num_blocks.take(demand.rows) + num_blocks
+        if not is_usual.all():
             for row, num_main in zip(demand.rows.tolist(), demand.num_main.tolist(), strict=True):
                 self.grow(row, Demand(num_local=num_main, num_total=num_main, num_main=num_main, num_slots=num_main))
             return
@@ -258,9 +263,8 @@ class MambaManager:
 
     def skip_in(self, rows: Int32Array, num_computed: Int32Array) -> None:
         """skip() for rows [R] and num_computed [R]."""
-        stop = np.minimum(
-            self._rule.num_skipped(num_computed) // self.tokens_per_block, self.stack.num_blocks.take(rows)
-        )
+        num_kept = self.stack.num_blocks.take(rows) - np.int32(self._num_speculative)
+        stop = np.minimum(self._rule.num_skipped(num_computed) // self.tokens_per_block, num_kept)
         counts = stop - self._first_held.take(rows)
         due = (counts > 0).nonzero()[0]
         if not len(due):
@@ -298,6 +302,8 @@ class MambaManager:
             retention=self._context.retention,
         )
         chosen = block_ids != 0
+        if self._num_speculative:
+            chosen &= columns < self.stack.num_blocks.take(rows) - np.int32(self._num_speculative)
         for row, export in list(self._exports.items()):
             if export.num_tokens == (export.column + 1) * self.tokens_per_block:
                 del self._exports[row]  # of a whole block, so cached as such
@@ -345,6 +351,13 @@ class MambaManager:
 
     def _num_required(self, num_main: int) -> int:
         return cdiv(num_main, self.tokens_per_block) + self._num_speculative
+
+    def _num_required_in(self, demand: DecodeDemand) -> Int32Array:
+        """_num_required() of each row; shape [R]."""
+        required: Int32Array = (
+            demand.num_main + (self.tokens_per_block - 1)
+        ) // self.tokens_per_block + self._num_speculative
+        return required
 
     def _ends_inside(self, demand: Demand, block_ids: Int32Array) -> bool:
         return len(block_ids) > 0 and demand.num_local % self.tokens_per_block != 0

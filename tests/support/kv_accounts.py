@@ -54,6 +54,10 @@ class Account:
     def num_speculative(self) -> int:
         return self.spec.num_speculative_blocks if isinstance(self.spec, MambaSpec) else 0
 
+    @property
+    def moves_states(self) -> bool:
+        return isinstance(self.spec, MambaSpec) and self.spec.mode is MambaMode.ALIGN
+
     def copy(self) -> Account:
         twin = object.__new__(Account)
         twin.__dict__.update(self.__dict__)
@@ -83,7 +87,8 @@ class Account:
         return 0
 
     def skip(self, num_computed: int) -> None:
-        for column in range(self.first_that_may_go(), min(self.num_unread(num_computed), len(self.held))):
+        num_kept = len(self.held) - (self.num_speculative if self.moves_states else 0)
+        for column in range(self.first_that_may_go(), min(self.num_unread(num_computed), num_kept)):
             self.held[column] = False
 
     # growing
@@ -112,7 +117,7 @@ class Account:
 
     def grow(self, ask: Ask) -> None:
         wanted, exported = self.num_columns(ask), self.exported_column(ask)
-        if isinstance(self.spec, MambaSpec) and self.spec.mode is MambaMode.ALIGN and wanted > len(self.held):
+        if self.moves_states and wanted > len(self.held):
             self.move_state(wanted)
         self.held += [True] * (wanted - len(self.held))
         if exported is not None:
@@ -147,7 +152,7 @@ class Account:
         """New blocks that the whole sequence would take at first, under the most that the type ever holds."""
         whole = dataclasses.replace(ask, num_main=num_tokens, num_slots=num_tokens)
         gone = 0 if self.first_that_may_go() else self.num_unread(ask.num_total)
-        if isinstance(self.spec, MambaSpec) and self.spec.mode is MambaMode.ALIGN:
+        if self.moves_states:
             twin = self.copy()
             twin.export_length = 0
             twin.adopt(hit, whole)

@@ -117,6 +117,15 @@ FAMILIES: dict[str, Family] = {
     "states-of-two-sizes": Family(groups=groups(FULL, STATES, STATES_8)),
     "full-window-states-inside": Family(groups=groups(FULL, WINDOW, STATES_8), num_blocks=60),
     "full-states-drafting": Family(groups=groups(FULL, states(8, num_speculative=2)), options=DRAFTING),
+    "states-shorter-than-drafts": Family(
+        groups=groups(attention(2, FullReach()), states(2, num_speculative=3)),
+        options=LedgerOptions(num_lookahead_tokens=3),
+        hash_block_size=2,
+        num_blocks=80,
+    ),
+    "slabs-states-drafting": Family(
+        groups=groups(FULL, states(4, num_speculative=2)), options=DRAFTING, slab=geometry((4, 1), 24)
+    ),
     "states-exported": Family(groups=groups(FULL, states(4, num_exported=1)), num_blocks=30),
     "states-exported-inside": Family(
         groups=groups(FULL, states(8, num_speculative=2, num_exported=1)), options=DRAFTING, num_blocks=50

@@ -81,7 +81,7 @@ class Player:
         self.rows.assign(row, ints(request.tokens), num_prompt_tokens=request.num_prompt_tokens)
         self.kv.start_row(row, request.hashes)
         self.books.open_row(row, num_prompt_tokens=request.num_prompt_tokens)
-        request.row, request.num_rows, request.state_columns = row, request.num_rows + 1, {}
+        request.row, request.num_rows, request.state_blocks = row, request.num_rows + 1, {}
         self.running[row] = request
         if not self.place(request, row, hit):
             self.kv.free(row)

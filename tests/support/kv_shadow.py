@@ -62,7 +62,7 @@ class Work:
     tables: tuple[Table, ...]
     start: int
     stop: int
-    state_columns: tuple[int | None, ...]  # per group: where the worker left the running state, if it knows
+    state_blocks: tuple[int | None, ...]  # per group: where the worker left the running state, if it knows
     num_rejected: int = 0  # of the last tokens computed: drafts that nobody may read
     num_drafts: int = 0  # of the last tokens, to be verified
 
@@ -110,11 +110,11 @@ class Shadow:
     def compute(self, works: list[Work]) -> list[dict[int, int]]:
         """Run one step: states are read before anything is written, tokens after everything is.
 
-        Returns per work the column of each group's running state.
+        Returns per work the block of each group's running state.
         """
         for work in works:
             self._read_states(work)
-        columns = [self._write_states(work) for work in works]
+        blocks = [self._write_states(work) for work in works]
         for work in works:
             for group, spec in enumerate(self.specs):
                 if isinstance(spec, AttentionSpec) and spec.prefix_cacheable:
@@ -124,7 +124,7 @@ class Shadow:
             for group, spec in enumerate(self.specs):
                 if isinstance(spec, AttentionSpec) and spec.prefix_cacheable:
                     self._read_tokens(group, spec, work)
-        return columns
+        return blocks
 
     # attention
 
@@ -159,22 +159,20 @@ class Shadow:
 
     # states
 
-    def _state_column(self, group: int, spec: MambaSpec, work: Work) -> int:
-        known = work.state_columns[group]
-        return (work.start - 1) // spec.block_size if known is None else known
-
     def _read_states(self, work: Work) -> None:
         for group, spec in enumerate(self.specs):
             if isinstance(spec, MambaSpec) and work.start:
-                column = self._state_column(group, spec, work)
-                self._read(group, work.tables[group][column], 0, work.names[work.start])
+                known = work.state_blocks[group]
+                block_id = work.tables[group][(work.start - 1) // spec.block_size] if known is None else known
+                self._read(group, block_id, 0, work.names[work.start])
 
     def _write_states(self, work: Work) -> dict[int, int]:
         """The state after the last token that is no draft, and one per accepted draft, in the row's last columns.
 
-        A state that may be kept but is not in the column of its length is copied there, if the row still has that.
+        A state that may be kept but is not in the column of its length is copied there, if the row still has that; no
+        draft's own block is ever kept.
         """
-        columns: dict[int, int] = {}
+        blocks: dict[int, int] = {}
         for group, spec in enumerate(self.specs):
             if not isinstance(spec, MambaSpec):
                 continue
@@ -182,14 +180,14 @@ class Shadow:
             running = len(table) - 1 - spec.num_speculative_blocks
             for accepted in range(first_end, end + 1):
                 self._write(group, table[running + accepted - first_end], 0, work.names[accepted])
-            columns[group] = running + end - first_end
+            blocks[group] = table[running + end - first_end]
             self._export_state(group, spec, work, running)
-            boundary = end // spec.block_size * spec.block_size
-            column = boundary // spec.block_size - 1
-            if boundary >= first_end and column != running + boundary - first_end and table[column]:
-                assert column != columns[group] or boundary == end, (work, column)
-                self._write(group, table[column], 0, work.names[boundary])
-        return columns
+            for boundary in range(first_end, end + 1):
+                column = boundary // spec.block_size - 1
+                if boundary % spec.block_size == 0 and 0 <= column <= running and table[column]:
+                    assert table[column] != blocks[group] or boundary == end, (work, column)
+                    self._write(group, table[column], 0, work.names[boundary])
+        return blocks
 
     def _export_state(self, group: int, spec: MambaSpec, work: Work, running: int) -> None:
         """The state of the last length that a hit on the whole prompt can have, if the chunk passes that."""

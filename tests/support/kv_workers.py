@@ -34,7 +34,7 @@ class Request:
     num_loading: int = 0  # tokens, with those before them, that are still to arrive
     num_local: int = 0  # of those, found here
     has_drafts: bool = False  # in a step that has not run
-    state_columns: dict[int, int] = dataclasses.field(default_factory=dict)
+    state_blocks: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,9 +132,9 @@ class Workers:
                 start = part.start - part.num_external
                 self.shadow.load(dataclasses.replace(work, start=start, stop=part.start))
             works.append(work)
-        for outcome, columns in zip(outcomes, self.shadow.compute(works), strict=True):
+        for outcome, blocks in zip(outcomes, self.shadow.compute(works), strict=True):
             if outcome.part.request.num_rows == outcome.part.num_rows:
-                outcome.part.request.state_columns = columns
+                outcome.part.request.state_blocks = blocks
         return outcomes
 
     def work_of(self, outcome: Outcome) -> Work:
@@ -145,7 +145,7 @@ class Workers:
             tables=part.tables,
             start=part.start,
             stop=part.stop,
-            state_columns=tuple(request.state_columns.get(group) for group in range(len(part.tables))),
+            state_blocks=tuple(request.state_blocks.get(group) for group in range(len(part.tables))),
             num_rejected=part.num_drafts - outcome.num_accepted,
             num_drafts=part.num_drafts,
         )
@@ -159,6 +159,6 @@ class Workers:
                 tables=tables,
                 start=request.num_local,
                 stop=request.num_loading,
-                state_columns=(),
+                state_blocks=(),
             )
         )

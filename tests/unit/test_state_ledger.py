@@ -140,3 +140,75 @@ def test_exported_state_needs_a_block_more() -> None:
     kv, rows = ledger(exporting(4), num_blocks=3)
     start(kv, rows, 14)
     assert compute(kv, rows, 14)
+
+
+def decode(kv: KVCacheManager, rows: RowTable, *, num_accepted: int = 0) -> None:
+    """A step of ROW's last known token and drafts, of which num_accepted come true."""
+    kv.start_step()
+    assert kv.allocate_decode(ints(ROW)) == 1
+    for _ in range(num_accepted + 1):
+        rows.append(ints(ROW), ints(7))
+    rows.num_computed_tokens[ROW] += num_accepted + 1
+    kv.cache_filled(ints(ROW))
+
+
+def drafting(block_size: int, num_drafts: int, num_tokens: int) -> tuple[KVCacheManager, RowTable]:
+    """A row whose tokens but the last are computed."""
+    kv, rows = ledger(states(block_size, num_speculative=num_drafts), hash_block_size=block_size)
+    start(kv, rows, num_tokens - 1)
+    compute(kv, rows, num_tokens - 1)
+    rows.append(ints(ROW), ints(7))
+    return kv, rows
+
+
+def test_first_drafts_block_becomes_the_running_states_where_that_moves_on() -> None:
+    kv, rows = drafting(4, 2, num_tokens=8)
+    before = kv.block_ids(ROW).tolist()
+    decode(kv, rows, num_accepted=1)
+    decode(kv, rows)
+    after = kv.block_ids(ROW).tolist()
+    assert after[:4] == [0, 0, before[2], before[3]]
+    assert len(after) == 5
+    kv.check_integrity()
+
+
+def test_boundary_that_drafts_went_past_is_found_in_the_running_states_block() -> None:
+    kv, rows = drafting(4, 2, num_tokens=7)
+    running = int(kv.block_ids(ROW)[1])
+    decode(kv, rows, num_accepted=2)
+    decode(kv, rows)
+    kv.start_step()
+    hit = kv.lookup(kv.hash_prompt(rows.tokens(ROW)), int(rows.num_tokens[ROW]))
+    assert (hit.num_tokens, hit.block_ids[0].tolist()) == (8, [0, running])
+    kv.check_integrity()
+
+
+def test_drafts_own_blocks_are_neither_found_nor_freed_where_blocks_are_shorter() -> None:
+    kv, rows = drafting(2, 3, num_tokens=4)
+    drafts = kv.block_ids(ROW)[2:].tolist()
+    decode(kv, rows, num_accepted=3)
+    kv.start_step()
+    assert kv.lookup(kv.hash_prompt(rows.tokens(ROW)), int(rows.num_tokens[ROW])).num_tokens == 4
+    decode(kv, rows)
+    assert set(drafts) <= set(kv.block_ids(ROW).tolist())
+    kv.check_integrity()
+
+
+def test_rows_whose_states_move_on_in_one_step_take_blocks_as_each_would_alone() -> None:
+    rows = RowTable(max_rows=64, max_model_len=64)
+    group = KVCacheGroup(layer_ids=(0,), spec=states(4, num_speculative=3))
+    kv = KVCacheManager(KVCacheConfig(num_blocks=64 * 6, groups=(group,), hash_block_size=4), rows)
+    every = np.arange(64, dtype=np.int32)
+    for row in every.tolist():
+        tokens = np.arange(9, dtype=np.int32) + 10 * row
+        rows.assign(row, tokens, num_prompt_tokens=9)
+        kv.start_row(row, kv.hash_prompt(tokens))
+        assert kv.allocate(row, 8 + row % 2)
+        rows.num_computed_tokens[row] = 8 + row % 2
+    before = [kv.block_ids(row).tolist() for row in every.tolist()]
+    kv.start_step()
+    assert kv.allocate_decode(every) == 64
+    after = [kv.block_ids(row).tolist() for row in every.tolist()]
+    assert all(mine[1:-1] == old[1:] for mine, old in zip(after[::2], before[::2]))
+    assert after[1::2] == before[1::2]
+    kv.check_integrity()
