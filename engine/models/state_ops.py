@@ -4,6 +4,10 @@ A layer's states lie in ledger pages. A step reads each row's state from one blo
 tokens and writes the state to another block, or to the same one while the row stays inside of it; blocks are never
 read by anybody else in the step that writes them.
 
+A row whose drafts are verified needs the state after each of them, as any may be the last one accepted. So the step is
+computed in passes (state_passes.py), which kernels see as a step each: first all tokens that are known, then the first
+draft of every row that has one, and so on, each written to a block of its own.
+
 Legend: T tokens of the step, rows one after the other; R rows; B blocks; C channels; W taps of a convolution; H heads;
 P channels of a head; N state size of a channel; G groups of heads that share b and c; K key dim; V value dim.
 """
@@ -29,6 +33,9 @@ class StateMetadata:
     is_fresh_R: torch.Tensor  # bool, the sequence starts in this step: its state before is zero
     query_lens: list[int]  # host copies, so that CPU paths need no sync
     is_fresh: list[bool]
+    # where drafts are verified: of the step's tokens, those of the first pass, and what is left for later ones
+    tokens_t: torch.Tensor | None = None  # int64, places in T; None: all of them, in order
+    later_passes: tuple[StateMetadata, ...] = ()  # each reads states that the one before wrote; their tokens_t are set
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +51,16 @@ class SelectiveInputs:
 
     def tokens(self, begin: int, end: int) -> SelectiveInputs:
         """Those of tokens begin to end, as views."""
+        return self.at(slice(begin, end))
+
+    def at(self, places: slice | torch.Tensor) -> SelectiveInputs:
+        """Those of tokens at these places: views of a slice, copies for int64 indices."""
         return SelectiveInputs(
-            x_TC=self.x_TC[begin:end],
-            dt_TC=self.dt_TC[begin:end],
+            x_TC=self.x_TC[places],
+            dt_TC=self.dt_TC[places],
             a_CN=self.a_CN,
-            b_TN=self.b_TN[begin:end],
-            c_TN=self.c_TN[begin:end],
+            b_TN=self.b_TN[places],
+            c_TN=self.c_TN[places],
             d_C=self.d_C,
         )
 
@@ -78,12 +89,16 @@ class SsdInputs:
 
     def tokens(self, begin: int, end: int) -> SsdInputs:
         """Those of tokens begin to end, as views."""
+        return self.at(slice(begin, end))
+
+    def at(self, places: slice | torch.Tensor) -> SsdInputs:
+        """Those of tokens at these places: views of a slice, copies for int64 indices."""
         return SsdInputs(
-            x_THP=self.x_THP[begin:end],
-            dt_TH=self.dt_TH[begin:end],
+            x_THP=self.x_THP[places],
+            dt_TH=self.dt_TH[places],
             a_H=self.a_H,
-            b_TGN=self.b_TGN[begin:end],
-            c_TGN=self.c_TGN[begin:end],
+            b_TGN=self.b_TGN[places],
+            c_TGN=self.c_TGN[places],
             d_H=self.d_H,
         )
 
@@ -114,12 +129,16 @@ class DeltaInputs:
 
     def tokens(self, begin: int, end: int) -> DeltaInputs:
         """Those of tokens begin to end, as views."""
+        return self.at(slice(begin, end))
+
+    def at(self, places: slice | torch.Tensor) -> DeltaInputs:
+        """Those of tokens at these places: views of a slice, copies for int64 indices."""
         return DeltaInputs(
-            q_THK=self.q_THK[begin:end],
-            k_THK=self.k_THK[begin:end],
-            v_THV=self.v_THV[begin:end],
-            log_decay_TH=self.log_decay_TH[begin:end],
-            beta_TH=self.beta_TH[begin:end],
+            q_THK=self.q_THK[places],
+            k_THK=self.k_THK[places],
+            v_THV=self.v_THV[places],
+            log_decay_TH=self.log_decay_TH[places],
+            beta_TH=self.beta_TH[places],
         )
 
     def cast(self, dtype: torch.dtype) -> DeltaInputs:

@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 import torch
+from support.draft_steps import MIXED_STEP, num_blocks_of, run_both
 from support.paged import DEVICE
 from support.state_oracles import (
     RECURRENCES,
@@ -19,6 +20,7 @@ from support.state_oracles import (
     run_oracle,
 )
 
+from blockferry.engine.models.state_passes import StateOpsInPasses
 from blockferry.engine.models.triton_state_ops import TritonStateOps
 
 pytestmark = pytest.mark.triton
@@ -68,6 +70,17 @@ def in_dtype(inputs, dtype):
 
 def random_states(num_blocks, shape, dtype=torch.float32):
     return torch.randn((num_blocks, *shape), generator=generator(7)).to(dtype).to(DEVICE)
+
+
+@each_recurrence
+def test_drafts_are_computed_as_decode_steps_would(recurrence):
+    inputs = to_device(recurrence.make(MIXED_STEP.num_tokens, generator()))
+    state = random_states(num_blocks_of(6), recurrence.state_shape)
+    (out, states), (expected, expected_states) = run_both(
+        OPS, StateOpsInPasses(OPS), recurrence, inputs, state, MIXED_STEP, DEVICE
+    )
+    assert torch.equal(out, expected)
+    assert torch.equal(states, expected_states)
 
 
 @each_recurrence
