@@ -15,11 +15,11 @@ from blockferry.engine.request import Int32Array
 class RowTable:
     """Token ids and counters of every row. Mutated by its one owner (scheduler or worker).
 
-        token_ids[row]:  | prompt ......... | output ... |   (undefined)   |
-                         0      num_prompt_tokens    num_tokens       max_model_len
+        token_ids[row]:  | prompt ......... | output ... | drafts | (undefined) |
+                         0      num_prompt_tokens    num_tokens            max_model_len
         num_computed_tokens[row] <= num_tokens[row] (+ tokens in flight, on the scheduler's side)
 
-    Arrays are indexed by row.
+    Arrays are indexed by row. Drafts stand there while a worker verifies them.
     """
 
     def __init__(self, *, max_rows: int, max_model_len: int) -> None:
@@ -63,6 +63,10 @@ class RowTable:
         num_tokens += counts
         self.num_tokens[rows] = num_tokens
         return num_tokens
+
+    def put_drafts(self, rows: Int32Array, positions: Int32Array, token_ids: Int32Array) -> None:
+        """Write tokens behind the known ones, one per (row, position); they stay unknown."""
+        self.token_ids[rows, positions] = token_ids
 
     def clear(self, row: int) -> None:
         """Forget a row."""

@@ -28,7 +28,9 @@ class AttentionMetadata:
     slot_mapping_T: torch.Tensor  # int64 [T], block_id * block_size + offset, PAD_SLOT_ID where none
     query_lens: list[int]  # host copies, so that CPU paths need no sync
     seq_lens: list[int]
-    shares_writes: bool = False  # a row reads blocks that another row of this step writes: prefix hits within a step
+    # a row reads what another row of this step writes: prefix hits within a step, drafts that are verified; so all
+    # keys are written before any is read
+    shares_writes: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from blockferry.engine.request import Int32Array
-from blockferry.engine.wire import StepPlan
+from blockferry.engine.wire import NO_DRAFT, StepPlan
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,3 +36,16 @@ class DraftProposer(Protocol):
 
         Means something on the sampler rank only. Keeps whatever caches the proposer has of the step's tokens.
         """
+
+
+class NoProposer:
+    """Proposes nothing, whatever it is asked."""
+
+    def propose(self, step: VerifiedStep) -> NDArray[np.int32]:
+        """See DraftProposer."""
+        return no_drafts(step)
+
+
+def no_drafts(step: VerifiedStep) -> NDArray[np.int32]:
+    """int32 [S, K]: no draft for any row."""
+    return np.full((len(step.num_tokens_S), step.plan.num_proposals), NO_DRAFT, np.int32)

@@ -1,8 +1,13 @@
 """From a plan's rows to the model's inputs: tokens, positions, slots, and each group's metadata, all vectorised.
 
-Owns nothing. Reorders rows so that decode rows (one token) come first; `last_token_R` undoes that.
+Owns nothing. Reorders rows; `last_token_R` undoes that:
 
-Legend: R rows, T tokens, N tokens of an encoder's input, M blocks of the longest row.
+    decode rows (one token) | verifying rows (a token and drafts) | prefill rows
+
+Attention takes every token of a verifying row for a row of its own, so that it is computed as a decode step would have:
+its keys are all written before any of them is read.
+
+Legend: R rows, Q rows as attention sees them, T tokens, N tokens of an encoder's input, M blocks of the longest row.
 """
 
 from __future__ import annotations
@@ -32,7 +37,6 @@ class StepInputs:
     metadata: tuple[GroupMetadata, ...]  # per cache group
     first_token_R: Int64Array  # in plan order: place in T of the row's first token
     last_token_R: Int64Array  # in plan order: place in T of the row's last token
-    is_decode_in_order: bool  # every row has one token, and T is in plan order
 
     @property
     def num_tokens(self) -> int:
@@ -72,85 +76,137 @@ def encoder_input(
 
 
 def build_inputs(plan: StepPlan, rows: RowTable, groups: Sequence[GroupTable], *, device: torch.device) -> StepInputs:
-    """Inputs of a plan whose rows, tokens and block tables are up to date; at least one row."""
-    is_prefill = plan.num_scheduled > 1
-    num_decode_rows = len(plan.rows) - int(np.count_nonzero(is_prefill))
-    order = np.argsort(is_prefill, kind="stable")
-    rows_R, computed_R, scheduled_R = plan.rows[order], plan.num_computed[order], plan.num_scheduled[order]
-    ends_R = np.cumsum(scheduled_R, dtype=np.int64)
-    starts_R = ends_R - scheduled_R
-    if num_decode_rows == len(rows_R):
-        rows_T, positions_T = rows_R, computed_R.astype(np.int64)
-    else:
-        rows_T = np.repeat(rows_R, scheduled_R)
-        positions_T = np.arange(len(rows_T)) + np.repeat(computed_R - starts_R, scheduled_R)
+    """Inputs of a plan whose rows, tokens, drafts and block tables are up to date; at least one row."""
+    kinds_R = _kinds(plan)
+    order = np.argsort(kinds_R, kind="stable")
+    batch = _batch(plan, rows, order, kinds_R[order])
+    ends_R = batch.query_start_R1[1:].astype(np.int64)
     first_R, last_R = np.empty_like(ends_R), np.empty_like(ends_R)
-    first_R[order], last_R[order] = starts_R, ends_R - 1
-    seq_lens_R = computed_R + scheduled_R
-    query_start_R1 = np.zeros(len(rows_R) + 1, np.int32)
-    query_start_R1[1:] = ends_R
-    batch = _Batch(
-        num_decode_rows=num_decode_rows,
-        rows_R=rows_R,
-        rows_T=rows_T,
-        positions_T=positions_T,
-        seq_lens_R=seq_lens_R,
-        query_lens_R=scheduled_R,
-        query_start_R1=query_start_R1,
-        encoder_lens_T=rows.num_encoder_tokens[rows_T],
-        is_new_R=np.isin(rows_R, [new_row.row for new_row in plan.new_rows]),
-    )
+    first_R[order], last_R[order] = batch.query_start_R1[:-1], ends_R - 1
+    queries = _queries(batch)
     return StepInputs(
-        token_ids_T=_to(rows.token_ids[rows_T, positions_T], device),
-        positions_T=_to(positions_T, device),
-        metadata=tuple(_metadata(batch, group, device) for group in groups),
+        token_ids_T=_to(rows.token_ids[batch.rows_T, batch.positions_T], device),
+        positions_T=_to(batch.positions_T, device),
+        metadata=tuple(_metadata(batch, queries, group, device) for group in groups),
         first_token_R=first_R,
         last_token_R=last_R,
-        is_decode_in_order=num_decode_rows == len(rows_R),
     )
+
+
+_VERIFYING, _PREFILL = 1, 2
+
+
+def _kinds(plan: StepPlan) -> Int32Array:
+    """int32 [R]: 0 for decode rows, then verifying and prefill rows."""
+    kinds_R = np.where(plan.num_scheduled > 1, np.int32(_PREFILL), np.int32(0))
+    if len(plan.draft_token_ids):
+        kinds_R[plan.num_drafts > 0] = _VERIFYING
+    return kinds_R
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Batch:
-    """Rows in batch order, decode first."""
+    """Rows in batch order."""
 
-    num_decode_rows: int
+    num_decode_rows: int  # of one token, no drafts
+    num_verifying_rows: int
     rows_R: Int32Array
     rows_T: Int32Array
     positions_T: Int64Array
-    seq_lens_R: Int32Array
+    seq_lens_R: Int32Array  # drafts included
     query_lens_R: Int32Array
     query_start_R1: Int32Array
+    num_drafts_R: Int32Array  # the last tokens of query_lens_R
     encoder_lens_T: Int32Array
     is_new_R: BoolArray  # starts with this step, perhaps on a prefix that this very step computes
 
 
-def _metadata(batch: _Batch, group: GroupTable, device: torch.device) -> GroupMetadata:
+def _batch(plan: StepPlan, rows: RowTable, order: Int64Array, kinds_R: Int32Array) -> _Batch:
+    """The plan's rows in this order, of these kinds in it."""
+    rows_R, computed_R, scheduled_R = plan.rows[order], plan.num_computed[order], plan.num_scheduled[order]
+    num_decode_rows = int(np.count_nonzero(kinds_R == 0))
+    query_start_R1 = np.zeros(len(rows_R) + 1, np.int32)
+    np.cumsum(scheduled_R, out=query_start_R1[1:])
+    if num_decode_rows == len(rows_R):
+        rows_T, positions_T = rows_R, computed_R.astype(np.int64)
+    else:
+        rows_T = np.repeat(rows_R, scheduled_R)
+        positions_T = np.arange(len(rows_T)) + np.repeat(computed_R - query_start_R1[:-1], scheduled_R)
+    return _Batch(
+        num_decode_rows=num_decode_rows,
+        num_verifying_rows=int(np.count_nonzero(kinds_R == _VERIFYING)),
+        rows_R=rows_R,
+        rows_T=rows_T,
+        positions_T=positions_T,
+        seq_lens_R=computed_R + scheduled_R,
+        query_lens_R=scheduled_R,
+        query_start_R1=query_start_R1,
+        num_drafts_R=plan.num_drafts[order] if len(plan.num_drafts) else np.zeros(len(rows_R), np.int32),
+        encoder_lens_T=rows.num_encoder_tokens[rows_T],
+        is_new_R=np.isin(rows_R, [new_row.row for new_row in plan.new_rows]),
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Queries:
+    """The batch as attention sees it."""
+
+    num_decode_rows: int
+    rows_Q: Int32Array
+    seq_lens_Q: Int32Array
+    query_lens_Q: Int32Array
+    query_start_Q1: Int32Array
+
+
+def _queries(batch: _Batch) -> _Queries:
+    if not batch.num_verifying_rows:
+        return _Queries(
+            num_decode_rows=batch.num_decode_rows,
+            rows_Q=batch.rows_R,
+            seq_lens_Q=batch.seq_lens_R,
+            query_lens_Q=batch.query_lens_R,
+            query_start_Q1=batch.query_start_R1,
+        )
+    num_alone = batch.num_decode_rows + batch.num_verifying_rows  # the rest are prefill rows
+    num_tokens = int(batch.query_start_R1[num_alone])
+    starts = np.arange(num_tokens, dtype=np.int32)
+    return _Queries(
+        num_decode_rows=num_tokens,
+        rows_Q=np.concatenate((batch.rows_T[:num_tokens], batch.rows_R[num_alone:])),
+        seq_lens_Q=np.concatenate(
+            (batch.positions_T[:num_tokens].astype(np.int32) + np.int32(1), batch.seq_lens_R[num_alone:])
+        ),
+        query_lens_Q=np.concatenate((np.ones(num_tokens, np.int32), batch.query_lens_R[num_alone:])),
+        query_start_Q1=np.concatenate((starts, batch.query_start_R1[num_alone:])),
+    )
+
+
+def _metadata(batch: _Batch, queries: _Queries, group: GroupTable, device: torch.device) -> GroupMetadata:
     if group.keeps_states:
         return GroupMetadata(states=_state_metadata(batch, group, device))
     if group.is_cross:
         return GroupMetadata(attention=_cross_metadata(batch, group, device))
-    return GroupMetadata(attention=_attention_metadata(batch, group, device))
+    return GroupMetadata(attention=_attention_metadata(batch, queries, group, device))
 
 
-def _attention_metadata(batch: _Batch, group: GroupTable, device: torch.device) -> AttentionMetadata:
+def _attention_metadata(batch: _Batch, queries: _Queries, group: GroupTable, device: torch.device) -> AttentionMetadata:
     table, block_size = group.table, group.block_size
-    max_seq_len = int(batch.seq_lens_R.max())
+    max_seq_len = int(queries.seq_lens_Q.max())
     num_columns = -(-max_seq_len // block_size)
     slots_T = slot_mapping(table, batch.rows_T, batch.positions_T, block_size)
     return AttentionMetadata(
-        num_rows=len(batch.rows_R),
-        num_decode_rows=batch.num_decode_rows,
+        num_rows=len(queries.rows_Q),
+        num_decode_rows=queries.num_decode_rows,
         num_tokens=len(batch.rows_T),
-        max_query_len=int(batch.query_lens_R.max()),
+        max_query_len=int(queries.query_lens_Q.max()),
         max_seq_len=max_seq_len,
-        query_start_R1=_to(batch.query_start_R1, device),
-        seq_lens_R=_to(batch.seq_lens_R, device),
-        block_table_RM=_to(table.block_ids[batch.rows_R, :num_columns], device),
+        query_start_R1=_to(queries.query_start_Q1, device),
+        seq_lens_R=_to(queries.seq_lens_Q, device),
+        block_table_RM=_to(table.block_ids[queries.rows_Q, :num_columns], device),
         slot_mapping_T=_to(slots_T, device),
-        query_lens=batch.query_lens_R.tolist(),
-        seq_lens=batch.seq_lens_R.tolist(),
-        shares_writes=_shares_writes(batch, group, slots_T),
+        query_lens=queries.query_lens_Q.tolist(),
+        seq_lens=queries.seq_lens_Q.tolist(),
+        shares_writes=batch.num_verifying_rows > 0 or _shares_writes(batch, group, slots_T),
     )
 
 

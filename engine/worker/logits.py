@@ -1,8 +1,9 @@
 """Edits of logits before a token is drawn: biases, stop tokens below min_tokens, penalties. In vLLM's order.
 
-Owns no state: counts come from the rows' own tokens, so resuming a row needs nothing rebuilt.
+Owns no state: counts come from the rows' own tokens, so resuming a row needs nothing rebuilt. What counts are the
+tokens before the position that is drawn, drafts among them: a row may be here several times, at several positions.
 
-Legend: S sampling rows, P penalised rows of them, L tokens of the longest of these, V vocabulary.
+Legend: S places where a token is drawn, P penalised ones, L tokens before the furthest of these, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,20 +16,24 @@ from blockferry.engine.rows import RowTable
 from blockferry.engine.worker.sampling_state import SamplingState
 
 
-def edit_logits(logits_SV: torch.Tensor, rows_S: Int32Array, state: SamplingState, table: RowTable) -> None:
-    """Apply every edit that a row asks for to float32 logits, in place."""
+def edit_logits(
+    logits_SV: torch.Tensor, rows_S: Int32Array, positions_S: Int32Array, *, state: SamplingState, table: RowTable
+) -> None:
+    """Apply every edit that a row asks for to float32 logits, in place; positions_S are those that are drawn."""
     for index in np.flatnonzero(state.is_edited[rows_S]):
-        _edit_row(logits_SV[index], int(rows_S[index]), state, table)
+        row = int(rows_S[index])
+        num_output_tokens = int(positions_S[index] - table.num_prompt_tokens[row])
+        _edit_row(logits_SV[index], row, state, num_output_tokens=num_output_tokens)
     penalised = np.flatnonzero(state.is_penalised[rows_S])
     if len(penalised):
-        _penalise(logits_SV, penalised, rows_S[penalised], state=state, table=table)
+        rows_P, positions_P = rows_S[penalised], positions_S[penalised]
+        _penalise(logits_SV, penalised, rows_P=rows_P, positions_P=positions_P, state=state, table=table)
 
 
-def _edit_row(logits_V: torch.Tensor, row: int, state: SamplingState, table: RowTable) -> None:
+def _edit_row(logits_V: torch.Tensor, row: int, state: SamplingState, *, num_output_tokens: int) -> None:
     bias_ids, biases = state.bias_token_ids[row], state.biases[row]
     is_token = (bias_ids >= 0) & (bias_ids < len(logits_V))  # what no vocabulary entry means has no effect
     _add(logits_V, bias_ids[is_token], biases[is_token])
-    num_output_tokens = int(table.num_tokens[row] - table.num_prompt_tokens[row])
     if num_output_tokens < state.min_tokens[row]:
         stop_ids = state.stop_token_ids[row]
         stop_ids = stop_ids[(stop_ids >= 0) & (stop_ids < len(logits_V))]
@@ -41,7 +46,13 @@ def _add(logits_V: torch.Tensor, token_ids: Int32Array, values: Float32Array) ->
 
 
 def _penalise(
-    logits_SV: torch.Tensor, places_P: Int64Array, rows_P: Int32Array, *, state: SamplingState, table: RowTable
+    logits_SV: torch.Tensor,
+    places_P: Int64Array,
+    *,
+    rows_P: Int32Array,
+    positions_P: Int32Array,
+    state: SamplingState,
+    table: RowTable,
 ) -> None:
     """Repetition penalty over prompt and output, then frequency and presence penalties over output.
 
@@ -49,7 +60,7 @@ def _penalise(
     Only logits of tokens that occurred are touched; a token that occurred twice is written twice, alike.
     """
     device = logits_SV.device
-    num_tokens_P1, num_prompt_P1 = table.num_tokens[rows_P, None], table.num_prompt_tokens[rows_P, None]
+    num_tokens_P1, num_prompt_P1 = positions_P[:, None], table.num_prompt_tokens[rows_P, None]
     position_L = np.arange(int(num_tokens_P1.max()), dtype=np.int32)
     is_known_PL = position_L < num_tokens_P1
     # beyond a row's end stands its first token again

@@ -1,8 +1,8 @@
-"""The end of a step: from hidden states to sampled tokens and the log probabilities that rows asked for.
+"""The end of a step: from hidden states to drawn tokens and the log probabilities that rows asked for.
 
 Owns the rows' sampling parameters; reads the rows' tokens, never writes them.
 
-Legend: T tokens of the step, S sampling rows, E hidden, V vocabulary.
+Legend: T tokens of the step, N places where a token is drawn, E hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from blockferry.engine.request import Int32Array, Int64Array, TokenLogprobs
 from blockferry.engine.rows import RowTable
+from blockferry.engine.spec_decode.acceptance import Accepted, Targets
 from blockferry.engine.wire import RowLogprobs, StepPlan
 from blockferry.engine.worker.inputs import StepInputs
 from blockferry.engine.worker.logprobs import token_logprobs
@@ -26,19 +27,11 @@ _PROMPT_SLICE = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StepOutcome:
-    """Tokens and log probabilities of a step; zeros and none where this rank does not sample."""
+class Drawn:
+    """A token for every place of a step, and what it was drawn from."""
 
-    token_ids: Int32Array  # [S], in plan order
-    logprobs: tuple[RowLogprobs, ...] = ()
-
-
-NOTHING = StepOutcome(token_ids=np.empty(0, np.int32))
-
-
-def num_sampled(plan: StepPlan) -> int:
-    """Rows of the plan that yield a token."""
-    return int(np.count_nonzero(plan.sample))
+    token_ids_N: Int32Array  # zeros where this rank does not sample
+    logits_NV: torch.Tensor | None = None  # only where it does
 
 
 class OutputStage:
@@ -49,34 +42,38 @@ class OutputStage:
         self._table = table
         self._sampling = sampling
 
-    def finish(self, plan: StepPlan, inputs: StepInputs, hidden_TE: torch.Tensor) -> StepOutcome:
-        """Sample the plan's sampling rows."""
-        logprobs = self._prompt_logprobs(plan, inputs, hidden_TE)
-        token_ids_S = np.zeros(num_sampled(plan), np.int32)
-        if len(token_ids_S):
-            logits_SV = self._runner.logits(hidden_TE, inputs.last_token_R[plan.sample])
-            if logits_SV is not None:
-                rows_S = plan.rows[plan.sample]
-                positions_S = plan.num_computed[plan.sample] + plan.num_scheduled[plan.sample]
-                token_ids_S = sample(logits_SV, rows_S, positions_S, state=self._sampling, table=self._table)
-                logprobs += self._sampled_logprobs(logits_SV, rows_S, positions_S, token_ids_S)
-        return StepOutcome(token_ids=token_ids_S, logprobs=tuple(logprobs))
+    def draw(self, targets: Targets, hidden_TE: torch.Tensor) -> Drawn:
+        """A token for every place, whether it will count or not. At least one place."""
+        logits_NV = self._runner.logits(hidden_TE, targets.tokens_N)
+        if logits_NV is None:
+            return nothing_drawn(targets)
+        rows_N, positions_N = targets.rows_N, targets.positions_N
+        token_ids_N = sample(logits_NV, rows_N, positions_N, state=self._sampling, table=self._table)
+        return Drawn(token_ids_N=token_ids_N, logits_NV=logits_NV)
 
-    def _sampled_logprobs(
-        self, logits_SV: torch.Tensor, rows_S: Int32Array, positions_S: Int32Array, token_ids_S: Int32Array
-    ) -> list[RowLogprobs]:
-        num_top_S = self._sampling.num_logprobs[rows_S]
-        chosen = np.flatnonzero(num_top_S != NO_LOGPROBS)
+    def drawn_logprobs(self, targets: Targets, drawn: Drawn, accepted: Accepted) -> list[RowLogprobs]:
+        """Of the tokens that count; empty where this rank does not sample. One per row."""
+        if drawn.logits_NV is None:
+            return []
+        num_top_N = self._sampling.num_logprobs[targets.rows_N]
+        chosen = np.flatnonzero((num_top_N != NO_LOGPROBS) & accepted.is_kept_N)
         if not len(chosen):
             return []
-        logits = logits_SV[torch.from_numpy(chosen).to(logits_SV.device)]
-        entries = token_logprobs(logits, token_ids_S[chosen], num_top_S[chosen])
+        logits = drawn.logits_NV[torch.from_numpy(chosen).to(drawn.logits_NV.device)]
+        entries = token_logprobs(logits, drawn.token_ids_N[chosen], num_top_N[chosen])
+        rows, positions = targets.rows_N[chosen], targets.positions_N[chosen]
+        starts = np.flatnonzero(np.diff(rows, prepend=-1)).tolist()  # a row's places follow each other
         return [
-            RowLogprobs(row=int(rows_S[i]), first_position=int(positions_S[i]), is_prompt=False, entries=(entry,))
-            for i, entry in zip(chosen, entries, strict=True)
+            RowLogprobs(
+                row=int(rows[start]),
+                first_position=int(positions[start]),
+                is_prompt=False,
+                entries=tuple(entries[start:stop]),
+            )
+            for start, stop in zip(starts, [*starts[1:], len(entries)])
         ]
 
-    def _prompt_logprobs(self, plan: StepPlan, inputs: StepInputs, hidden_TE: torch.Tensor) -> list[RowLogprobs]:
+    def prompt_logprobs(self, plan: StepPlan, inputs: StepInputs, hidden_TE: torch.Tensor) -> list[RowLogprobs]:
         """What each chunk's positions say of the prompt tokens that follow them."""
         results = []
         for index in np.flatnonzero(self._sampling.num_prompt_logprobs[plan.rows] != NO_LOGPROBS):
@@ -101,3 +98,8 @@ class OutputStage:
                 num_top = np.full(len(logits), self._sampling.num_prompt_logprobs[row], np.int32)
                 entries += token_logprobs(logits, next_token_ids[part], num_top)
         return entries
+
+
+def nothing_drawn(targets: Targets) -> Drawn:
+    """What a rank has that does not sample."""
+    return Drawn(token_ids_N=np.zeros(len(targets), np.int32))

@@ -5,7 +5,8 @@ Owns no state. A row's token depends on its logits, its parameters and (seed, po
     logits -> biases, min_tokens, penalties -> [greedy] argmax
                                             -> temperature -> min-p -> top-k -> top-p -> inverse CDF
 
-Legend: S sampling rows, F filtered rows of them, C candidates of a row (best first), V vocabulary.
+Legend: S places where a token is drawn (a row may have several, one behind the other), F filtered ones of them, C
+candidates of a place (best first), V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ _ID_MASK = 0xFFFF_FFFF
 def sample(
     logits_SV: torch.Tensor, rows_S: Int32Array, positions_S: Int32Array, *, state: SamplingState, table: RowTable
 ) -> Int32Array:
-    """int32 [S]. positions_S are those that the tokens will take. The logits are left as they are."""
+    """int32 [S]. positions_S are those that the tokens will take; the table holds all before. The logits stay as is."""
     if (state.is_edited[rows_S] | state.is_penalised[rows_S]).any():
         logits_SV = logits_SV.to(torch.float32, copy=True)
-        edit_logits(logits_SV, rows_S, state, table)
+        edit_logits(logits_SV, rows_S, positions_S, state=state, table=table)
     is_random_S = state.is_random[rows_S]
     if not is_random_S.any():
         return greedy(logits_SV)

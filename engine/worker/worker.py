@@ -32,6 +32,8 @@ from blockferry.engine.models.sharding import Span
 from blockferry.engine.models.weights import Placement
 from blockferry.engine.request import Int32Array
 from blockferry.engine.rows import RowTable
+from blockferry.engine.spec_decode.acceptance import accept, draft_positions, targets_of
+from blockferry.engine.spec_decode.base import DraftProposer, VerifiedStep
 from blockferry.engine.wire import StepPlan, StepResult
 from blockferry.engine.worker.backends import (
     TORCH_DTYPES,
@@ -55,29 +57,41 @@ from blockferry.engine.worker.calibration import (
 from blockferry.engine.worker.inputs import GroupTable, build_inputs, encoder_input
 from blockferry.engine.worker.layer_reports import LayerReports
 from blockferry.engine.worker.model_runner import LayerByLayer, LayerCompute, ModelRunner
-from blockferry.engine.worker.outputs import NOTHING, OutputStage, StepOutcome, num_sampled
+from blockferry.engine.worker.outputs import OutputStage, nothing_drawn
 from blockferry.engine.worker.page_views import PageViews
 from blockferry.engine.worker.paged_caches import PagedCaches, StagePages
 from blockferry.engine.worker.parallel import LoneCommunicator, Parallel, join
 from blockferry.engine.worker.pool_layouts import HeldHeads, pool_layouts
 from blockferry.engine.worker.pool_memory import Allocate, make_memory, page_dtypes
+from blockferry.engine.worker.proposers import make_proposer
 from blockferry.engine.worker.sampling_state import SamplingState
 from blockferry.engine.worker.spec import WorkerSpec
 from blockferry.engine.worker.warm_up import warm_up_plans
 from blockferry.kernels.fp8 import CacheScales
 
+_NO_TOKENS: Int32Array = np.empty(0, np.int32)
+
+MakeProposer = Callable[[WorkerSpec, RowTable], DraftProposer]
+
 
 class Worker:
     """Executes StepPlans strictly in order."""
 
-    def __init__(self, spec: WorkerSpec, *, join: Callable[[WorkerSpec], Parallel] = join) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        *,
+        join: Callable[[WorkerSpec], Parallel] = join,
+        make_proposer: MakeProposer = make_proposer,
+    ) -> None:
         """Sets torch's thread count, so make it before any other use of torch in the process.
 
-        `join` links this rank to the others of its instance.
+        `join` links this rank to the others of its instance, `make_proposer` says who drafts tokens.
         """
         torch.set_num_threads(spec.num_threads)
         self.spec = spec
         self._join = join
+        self._make_proposer = make_proposer
         self.progress = ComputeProgress()  # which layers of which step are computed, for transfers
         self._dtype = TORCH_DTYPES[spec.dtype]
         self._device = torch.device("cpu" if spec.device is Device.CPU else f"cuda:{spec.device_index}")
@@ -212,6 +226,7 @@ class Worker:
             views=views,
             runner=runner,
             output=OutputStage(runner, self._rows, self._sampling),
+            proposer=self._make_proposer(self.spec, self._rows),
             scales=scales,
             reports=reports,
         )
@@ -262,19 +277,14 @@ class Worker:
         started_s = time.perf_counter()
         self._cache.reports.begin(plan.step_id)
         self._apply(plan)
-        outcome = self._compute(plan) if len(plan.rows) else NOTHING
+        result = self._compute(plan) if len(plan.rows) else StepResult(step_id=plan.step_id, token_ids=_NO_TOKENS)
         self._cache.reports.end()
         if not self.spec.is_sampler:
             return None
-        return StepResult(
-            step_id=plan.step_id,
-            token_ids=outcome.token_ids,
-            logprobs=outcome.logprobs,
-            duration_s=time.perf_counter() - started_s,
-        )
+        return dataclasses.replace(result, duration_s=time.perf_counter() - started_s)
 
     def _apply(self, plan: StepPlan) -> None:
-        """Rows, tables and pages as the plan wants them before it is computed."""
+        """Rows, drafts, tables and pages as the plan wants them before it is computed."""
         for row in plan.freed_rows.tolist():
             self._forget(row)
         for new_row in plan.new_rows:
@@ -287,6 +297,9 @@ class Worker:
             if new_row.encoder_token_ids is not None:
                 self._unencoded[new_row.row] = new_row.encoder_token_ids
             self._sampling.assign(new_row)
+        if len(plan.draft_token_ids):
+            drafted = np.repeat(plan.rows, plan.num_drafts)
+            self._rows.put_drafts(drafted, draft_positions(plan), plan.draft_token_ids)
         apply_deltas(self._tables, plan.deltas)
         if len(plan.copies) or len(plan.zero):
             assert self._cache is not None, "init_cache() comes first"
@@ -300,7 +313,8 @@ class Worker:
         for table in self._tables:
             table.clear(row)
 
-    def _compute(self, plan: StepPlan) -> StepOutcome:
+    def _compute(self, plan: StepPlan) -> StepResult:
+        """Compute the rows, draw, and append what counts; the result means something on the sampler rank only."""
         cache, parallel = self._cache, self._parallel
         assert parallel is not None, "load() comes first"
         assert cache is not None, "init_cache() comes first"
@@ -308,18 +322,27 @@ class Worker:
             input_N = self._unencoded.pop(row)
             cache.runner.encode(encoder_input(row, input_N, self._groups, device=self._device))
         inputs = build_inputs(plan, self._rows, self._groups, device=self._device)
+        targets = targets_of(plan, inputs.last_token_R)
         hidden_TE = cache.runner.forward(inputs)
-        outcome = StepOutcome(token_ids=np.zeros(num_sampled(plan), np.int32))
+        drawn, logprobs = nothing_drawn(targets), []
         if hidden_TE is not None:
-            outcome = cache.output.finish(plan, inputs, hidden_TE)
-        if not len(outcome.token_ids):
-            return outcome
-        token_ids = parallel.share_tokens(outcome.token_ids)
-        sampled_rows = plan.rows[plan.sample]
-        positions = plan.num_computed[plan.sample] + plan.num_scheduled[plan.sample]
-        self._rows.token_ids[sampled_rows, positions] = token_ids
-        self._rows.num_tokens[sampled_rows] = positions + 1
-        return outcome
+            logprobs = cache.output.prompt_logprobs(plan, inputs, hidden_TE)
+            if len(targets):
+                drawn = cache.output.draw(targets, hidden_TE)
+        token_ids_N = parallel.share_tokens(drawn.token_ids_N) if len(targets) else drawn.token_ids_N
+        accepted = accept(targets, token_ids_N)
+        self._rows.append_several(plan.rows[plan.sample], accepted.token_ids, accepted.num_tokens_S)
+        logprobs += cache.output.drawn_logprobs(targets, drawn, accepted)
+        step = VerifiedStep(
+            plan=plan, hidden_TE=hidden_TE, first_token_R=inputs.first_token_R, num_tokens_S=accepted.num_tokens_S
+        )
+        return StepResult(
+            step_id=plan.step_id,
+            token_ids=accepted.token_ids,
+            num_tokens=accepted.num_tokens_S if len(plan.num_drafts) else _NO_TOKENS,
+            proposals=cache.proposer.propose(step),
+            logprobs=tuple(logprobs),
+        )
 
     def close(self) -> None:
         """Leave the instance; idempotent."""
@@ -354,6 +377,7 @@ class _Cache:
     views: PageViews
     runner: ModelRunner
     output: OutputStage
+    proposer: DraftProposer
     scales: Mapping[int, CacheScales]  # by layer id, where the cache is fp8
     reports: LayerReports
 

@@ -188,7 +188,8 @@ def test_edits_follow_each_rows_own_prompt_and_output() -> None:
         bench.add(row, sampling, prompt=prompt, output=output)
     edited = logits.clone()
 
-    edit_logits(edited, np.arange(len(EDITS), dtype=np.int32), bench.state, bench.table)
+    rows = np.arange(len(EDITS), dtype=np.int32)
+    edit_logits(edited, rows, bench.table.num_tokens[rows], state=bench.state, table=bench.table)
 
     for row, (sampling, (prompt, output)) in enumerate(zip(EDITS, texts, strict=True)):
         expected = naive_edit(logits[row].tolist(), sampling, prompt, output)
