@@ -13,21 +13,23 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from blockferry.engine.config import DType, Role, SchedulerConfig
+from blockferry.engine.config import DType, Role, SchedulerConfig, SpeculationConfig
 from blockferry.engine.kv.assembly import LedgerOptions
 from blockferry.engine.kv.instance_plan import InstancePlan, InstanceRequest, plan_instance
 from blockferry.engine.kv.manager import KVCacheManager
 from blockferry.engine.kv.model_layers import CacheDType
 from blockferry.engine.kv.plan import Planner
 from blockferry.engine.models.config import read_header
+from blockferry.engine.models.draft_head import num_drafting_layers
 from blockferry.engine.request import Request, SamplingParams
 from blockferry.engine.rows import RowTable
 from blockferry.engine.scheduler.central import CentralScheduler
 from blockferry.engine.scheduler.instance import Instance
 from blockferry.engine.scheduler.outputs import Route
 from blockferry.engine.wire import RowLogprobs, StepPlan, StepResult, pack, plan_from_bytes
+from blockferry.engine.worker.proposers import make_proposer
 from blockferry.engine.worker.spec import WorkerSpec
-from blockferry.engine.worker.worker import Worker
+from blockferry.engine.worker.worker import MakeProposer, Worker
 
 INSTANCE = "mixed0"
 
@@ -50,6 +52,7 @@ class EngineOptions:
     num_steps_in_flight: int = 2
     tp_size: int = 1
     pp_size: int = 1
+    speculation: SpeculationConfig | None = None
 
     def worker_spec(self, path: Path) -> WorkerSpec:
         return WorkerSpec(
@@ -62,12 +65,14 @@ class EngineOptions:
             layout=self.layout,
             tp_size=self.tp_size,
             pp_size=self.pp_size,
+            speculation=self.speculation,
         )
 
     def plan(self, path: Path) -> InstancePlan:
-        return self.plan_values(read_header(path).values)
+        header = read_header(path)
+        return self.plan_values(header.values, num_draft_layers=num_drafting_layers(header, self.speculation))
 
-    def plan_values(self, config: Mapping[str, Any]) -> InstancePlan:
+    def plan_values(self, config: Mapping[str, Any], *, num_draft_layers: int = 0) -> InstancePlan:
         request = InstanceRequest(
             dtype=self.dtype.value,
             cache_dtype=self.cache_dtype,
@@ -80,6 +85,8 @@ class EngineOptions:
             layout=self.layout,
             tp_size=self.tp_size,
             pp_size=self.pp_size,
+            num_speculative_tokens=0 if self.speculation is None else self.speculation.num_tokens,
+            num_draft_layers=num_draft_layers,
         )
         return plan_instance(config, request)
 
@@ -89,9 +96,9 @@ def nan_memory(num_bytes: int) -> np.ndarray:
     return np.full(num_bytes, 0xFF, np.uint8)
 
 
-def start_worker(path: Path, options: EngineOptions) -> Worker:
+def start_worker(path: Path, options: EngineOptions, *, make_proposer: MakeProposer = make_proposer) -> Worker:
     """A lone rank whose pool starts full of NaN."""
-    worker = Worker(options.worker_spec(path))
+    worker = Worker(options.worker_spec(path), make_proposer=make_proposer)
     worker.load()
     worker.init_cache(options.plan(path), nan_memory)
     return worker
@@ -104,6 +111,7 @@ def make_instance(instance_id: str, role: Role, plan: InstancePlan, options: Eng
         max_num_seqs=options.max_rows,
         max_num_batched_tokens=options.max_num_batched_tokens,
         num_steps_in_flight=options.num_steps_in_flight,
+        speculation=options.speculation,
     )
     ledger_options = LedgerOptions(
         enable_caching=options.enable_caching,
