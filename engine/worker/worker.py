@@ -27,13 +27,15 @@ from blockferry.engine.kv.spec import AttentionSpec, KVCacheGroup
 from blockferry.engine.models.decoder import Decoder
 from blockferry.engine.models.layers import Communicator
 from blockferry.engine.models.loader import fingerprint
-from blockferry.engine.models.registry import ModelParts, load_model
+from blockferry.engine.models.mtp import Drafter
+from blockferry.engine.models.registry import ModelParts, load_drafter, load_model
 from blockferry.engine.models.sharding import Span
 from blockferry.engine.models.weights import Placement
 from blockferry.engine.request import Int32Array
 from blockferry.engine.rows import RowTable
 from blockferry.engine.spec_decode.acceptance import accept, draft_positions, targets_of
 from blockferry.engine.spec_decode.base import DraftProposer, VerifiedStep
+from blockferry.engine.spec_decode.mtp import DraftPages
 from blockferry.engine.wire import StepPlan, StepResult
 from blockferry.engine.worker.backends import (
     TORCH_DTYPES,
@@ -63,7 +65,7 @@ from blockferry.engine.worker.paged_caches import PagedCaches, StagePages
 from blockferry.engine.worker.parallel import LoneCommunicator, Parallel, join
 from blockferry.engine.worker.pool_layouts import HeldHeads, pool_layouts
 from blockferry.engine.worker.pool_memory import Allocate, make_memory, page_dtypes
-from blockferry.engine.worker.proposers import make_proposer
+from blockferry.engine.worker.proposers import ProposerParts, make_proposer
 from blockferry.engine.worker.sampling_state import SamplingState
 from blockferry.engine.worker.spec import WorkerSpec
 from blockferry.engine.worker.warm_up import warm_up_plans
@@ -71,7 +73,7 @@ from blockferry.kernels.fp8 import CacheScales
 
 _NO_TOKENS: Int32Array = np.empty(0, np.int32)
 
-MakeProposer = Callable[[WorkerSpec, RowTable], DraftProposer]
+MakeProposer = Callable[[ProposerParts], DraftProposer]
 
 
 class Worker:
@@ -103,6 +105,7 @@ class Worker:
         self._unencoded: dict[int, Int32Array] = {}  # by row: an encoder's input that is still to be read
         self._parallel: Parallel | None = None
         self._model: Decoder | None = None
+        self._drafter: Drafter | None = None
         self._cache: _Cache | None = None
 
     def load(self) -> None:
@@ -111,7 +114,7 @@ class Worker:
         A rank that fails while it reads keeps no other one waiting: reading needs nobody.
         """
         self._parallel = self._join(self.spec)
-        self._model = _load(self.spec, self._device, self._parallel.tensor)
+        self._model, self._drafter = _load(self.spec, self._device, self._parallel.tensor)
 
     @property
     def model(self) -> Decoder:
@@ -158,7 +161,8 @@ class Worker:
         pages = StagePages.of(plan.stages[self.spec.pp_rank], plan.model, views.layers, scales)
         caches = PagedCaches(pages, attention_backend(device, cache_dtype), latent_backend(device, cache_dtype))
         reports = LayerReports(self.progress, plan.model.layer_numbers)
-        self._open(plan, views, layer_compute(device, self.model, caches, reports.layer_done), scales, reports)
+        layers = layer_compute(device, self.model, caches, reports.layer_done)
+        self._open(plan, views, caches=caches, layers=layers, scales=scales, reports=reports)
 
     def _find_scales(self, plan: InstancePlan) -> Mapping[int, CacheScales]:
         """Of every layer that attends, by layer id; from calibration, of this stage's.
@@ -186,7 +190,8 @@ class Worker:
         attention = ObservedAttention(attention_backend(self.spec.device))
         caches = PagedCaches(pages, attention, ObservedLatentAttention(latent_backend(self.spec.device)))
         compute = LayerByLayer(self.model, caches)  # no tape, which would pass by the observers
-        self._open(plan, views, compute, {}, LayerReports(self.progress, plan.model.layer_numbers))
+        reports = LayerReports(self.progress, plan.model.layer_numbers)
+        self._open(plan, views, caches=caches, layers=compute, scales={}, reports=reports)
         for step in calibration_steps(self.spec, plan, header):
             self.execute(step)
         return scales_of(magnitudes)
@@ -206,6 +211,8 @@ class Worker:
         self,
         plan: InstancePlan,
         views: PageViews,
+        *,
+        caches: PagedCaches,
         layers: LayerCompute,
         scales: Mapping[int, CacheScales],
         reports: LayerReports,
@@ -226,10 +233,16 @@ class Worker:
             views=views,
             runner=runner,
             output=OutputStage(runner, self._rows, self._sampling),
-            proposer=self._make_proposer(self.spec, self._rows),
+            proposer=self._make_proposer(self._proposer_parts(caches)),
             scales=scales,
             reports=reports,
         )
+
+    def _proposer_parts(self, caches: PagedCaches) -> ProposerParts:
+        pages = DraftPages(
+            caches=caches, groups=self._groups, max_model_len=self.spec.max_model_len, device=self._device
+        )
+        return ProposerParts(spec=self.spec, rows=self._rows, drafter=self._drafter, pages=pages)
 
     def warm_up(self) -> None:
         """Compile whatever the first request would have to wait for. After init_cache(); all ranks at once."""
@@ -360,13 +373,14 @@ def check_checkpoint(spec: WorkerSpec) -> None:
 
 
 @torch.inference_mode()
-def _load(spec: WorkerSpec, device: torch.device, communicator: Communicator) -> Decoder:
-    return load_model(
-        spec.model_path,
-        spec.place,
-        placement=Placement(dtype=TORCH_DTYPES[spec.dtype], device=device, max_model_len=spec.max_model_len),
-        parts=ModelParts(ops=layer_ops(spec.device), state_ops=state_ops(spec.device), communicator=communicator),
-    )
+def _load(spec: WorkerSpec, device: torch.device, communicator: Communicator) -> tuple[Decoder, Drafter | None]:
+    """The rank's part of the model, and of the modules that draft for it."""
+    path, place = spec.model_path, spec.place
+    placement = Placement(dtype=TORCH_DTYPES[spec.dtype], device=device, max_model_len=spec.max_model_len)
+    parts = ModelParts(ops=layer_ops(spec.device), state_ops=state_ops(spec.device), communicator=communicator)
+    model = load_model(path, place, placement=placement, parts=parts)
+    drafter = load_drafter(model, path, speculation=spec.speculation, place=place, placement=placement, parts=parts)
+    return model, drafter
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,99 @@
+"""What a worker proposes from its modules is what they draft of each row alone, however its tokens were computed."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from _pytest.mark import ParameterSet
+from support.draft_driver import DraftDriver, Drafts, Generated, no_drafts
+from support.local_engine import EngineOptions, start_worker
+from support.tiny_families import VOCAB_SIZE, make_prompt, one_thread
+from support.tiny_mtp import MtpCheckpoint, build_mtp, oracle_of
+
+from blockferry.engine.kv.plan import Planner
+from blockferry.engine.request import SamplingParams
+
+PROMPTS = [make_prompt(seed, length) for seed, length in ((1, 3), (2, 37), (3, 1), (4, 20))]
+NUM_OUTPUT = 12
+NUM_PROPOSALS = 3
+GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=NUM_OUTPUT)
+OPTIONS = EngineOptions(max_model_len=96, memory_bytes=1 << 23, block_size=8, planner=Planner.UNIFORM)
+
+
+def full(*values: object) -> list[ParameterSet]:
+    """Values that only the full run takes."""
+    return [pytest.param(value, marks=pytest.mark.full) for value in values]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp()
+
+
+@pytest.fixture(autouse=True)
+def on_one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def generate(
+    checkpoint: MtpCheckpoint, drafts: Drafts = no_drafts, *, chunk: int = 16, num_proposals: int = NUM_PROPOSALS
+) -> list[Generated]:
+    """All prompts together, each step's proposals kept."""
+    options = dataclasses.replace(OPTIONS, speculation=checkpoint.speculation(max(num_proposals, 1)))
+    worker = start_worker(checkpoint.path, options)
+    driver = DraftDriver(worker, options.plan(checkpoint.path).ledger, chunk=chunk, num_proposals=num_proposals)
+    try:
+        return driver.run(PROMPTS, [GREEDY] * len(PROMPTS), drafts, num_output=NUM_OUTPUT)
+    finally:
+        worker.close()
+
+
+def assert_proposals_are_the_oracles(checkpoint: MtpCheckpoint, made: list[Generated]) -> None:
+    oracle = oracle_of(checkpoint)
+    for one in made:
+        num_known = one.num_prompt_tokens
+        for count, proposed in zip(one.steps, one.proposals, strict=True):
+            num_known += count
+            assert proposed == oracle.drafts(one.known[:num_known], NUM_PROPOSALS), (one.row, num_known)
+
+
+def follow(made: list[Generated], num_right: int) -> Drafts:
+    """Three drafts a step, of which the first few are what really follows."""
+
+    def drafts(number: int, known: list[int]) -> list[int]:
+        following = made[number].known[len(known) : len(known) + NUM_PROPOSALS]
+        return [token if place < num_right else (token + 1) % VOCAB_SIZE for place, token in enumerate(following)]
+
+    return drafts
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next", *full("deepseek_v3", "qwen3_5")])
+def test_plain_steps_propose_what_the_modules_draft(family: str, folder: Path) -> None:
+    checkpoint = build_mtp(family, folder)
+    assert_proposals_are_the_oracles(checkpoint, generate(checkpoint))
+
+
+@pytest.mark.parametrize("num_modules", [1, 3, *full(2, 4)])
+@pytest.mark.parametrize("num_right", [1, *full(0, 3)])
+def test_verified_and_rejected_drafts_leave_no_trace(num_modules: int, num_right: int, folder: Path) -> None:
+    checkpoint = build_mtp("deepseek_v3", folder, num_modules=num_modules)
+    plain = generate(checkpoint)
+    made = generate(checkpoint, follow(plain, num_right))
+    assert [one.known for one in made] == [one.known for one in plain]
+    assert_proposals_are_the_oracles(checkpoint, made)
+
+
+@pytest.mark.parametrize("chunk", [1, *full(7)])
+@pytest.mark.parametrize("num_modules", [1, 3])
+def test_prompts_in_chunks_are_drafted_for_alike(chunk: int, num_modules: int, folder: Path) -> None:
+    checkpoint = build_mtp("deepseek_v3", folder, num_modules=num_modules)
+    assert_proposals_are_the_oracles(checkpoint, generate(checkpoint, chunk=chunk))
+
+
+def test_a_shortlist_is_all_that_is_proposed(folder: Path) -> None:
+    checkpoint = build_mtp("llama", folder, shortlist=range(20, 60))
+    made = generate(checkpoint)
+    assert {token for one in made for proposed in one.proposals for token in proposed} <= set(range(20, 60))
+    assert_proposals_are_the_oracles(checkpoint, made)
