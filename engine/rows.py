@@ -51,15 +51,20 @@ class RowTable:
         self.num_tokens[rows] = num_tokens
         return num_tokens
 
-    def append_several(self, rows: Int32Array, token_ids: Int32Array, counts: Int32Array) -> Int32Array:
-        """Append counts [R] >= 1 tokens to each of `rows` (no row twice), token_ids [sum(counts)] row by row.
+    def append_several(
+        self, rows: Int32Array, token_ids: Int32Array, counts: Int32Array, index: NDArray[np.intp] | None = None
+    ) -> Int32Array:
+        """Append counts [R] tokens to each of `rows` (no row twice), token_ids [sum(counts)] row by row.
 
-        Returns their new num_tokens, shape [R].
+        index: place in `rows` of each token's row, [sum(counts)], where the caller has it. Returns their new
+        num_tokens, shape [R].
         """
+        if index is None:
+            index = np.arange(len(counts)).repeat(counts)
         num_tokens = self.num_tokens.take(rows)
-        first_place = np.cumsum(counts, dtype=np.int64) - counts  # in token_ids
-        shift = rows * np.int64(self.max_model_len) + num_tokens - first_place
-        self.token_ids.reshape(-1)[np.repeat(shift, counts) + np.arange(len(token_ids))] = token_ids
+        # a token's place in the table, less its place in token_ids
+        shift = rows * np.int64(self.max_model_len) + (num_tokens - np.cumsum(counts) + counts)
+        self.token_ids.reshape(-1)[shift.take(index) + np.arange(len(token_ids))] = token_ids
         num_tokens += counts
         self.num_tokens[rows] = num_tokens
         return num_tokens

@@ -60,8 +60,8 @@ class RowView:
     min_tokens: Int32Array
     stop_ids: tuple[Int32Array, ...]  # one array per place in the rows' lists, NO_STOP where a list is shorter
 
-    def keep(self, chosen: BoolArray | Int32Array) -> RowView:
-        """The view of the chosen rows; of indices, as often as they are named."""
+    def keep(self, chosen: BoolArray) -> RowView:
+        """The view of the chosen rows."""
         return RowView(
             rows=self.rows[chosen],
             handles=self.handles[chosen],
@@ -78,6 +78,13 @@ class RowView:
         if is_stop.any():
             is_stop &= num_tokens >= self.min_tokens
         return is_stop
+
+    def find_stop_ids(self, token_ids: Int32Array, index: NDArray[np.intp]) -> NDArray[np.intp]:
+        """Which of token_ids [T] are stop ids of their rows, those at index [T], however early."""
+        is_stop = np.zeros(len(token_ids), np.bool_)
+        for stop_ids in self.stop_ids:
+            is_stop |= stop_ids.take(index) == token_ids
+        return is_stop.nonzero()[0]
 
 
 class Batch:

@@ -29,6 +29,9 @@ FIRST_RATE = 0.8  # taken for a row's rate before anything is known of it
 MEMORY = 0.9  # share of the old rate that one decided draft leaves
 LOWEST_RATE = 0.25  # one success lifts it over PAYING_RATE: 1 - (1 - 0.25) * 0.9 = 0.325
 PROBE_INTERVAL = 16  # tokens
+NUM_LEVELS = 1000
+
+IndexArray = NDArray[np.intp]
 
 
 class Wanted(NamedTuple):
@@ -44,10 +47,10 @@ class DraftLengths(Protocol):
     def start(self, row: int) -> None:
         """A sequence begins on a row."""
 
-    def learn(self, rows: Int32Array, num_drafts: Int32Array, num_accepted: Int32Array) -> None:
+    def learn(self, rows: IndexArray, num_drafts: Int32Array, num_accepted: Int32Array) -> None:
         """num_drafts [R] of rows [R] were verified, the first num_accepted [R] of them confirmed."""
 
-    def wanted(self, rows: Int32Array, num_tokens: Int32Array) -> Wanted:
+    def wanted(self, rows: IndexArray, num_tokens: Int32Array) -> Wanted:
         """For rows [R] that have num_tokens [R]."""
 
 
@@ -60,50 +63,57 @@ class FixedLengths:
     def start(self, row: int) -> None:
         """Nothing to begin."""
 
-    def learn(self, rows: Int32Array, num_drafts: Int32Array, num_accepted: Int32Array) -> None:
+    def learn(self, rows: IndexArray, num_drafts: Int32Array, num_accepted: Int32Array) -> None:
         """Whatever came of it."""
 
-    def wanted(self, rows: Int32Array, num_tokens: Int32Array) -> Wanted:
+    def wanted(self, rows: IndexArray, num_tokens: Int32Array) -> Wanted:
         """The number."""
         del num_tokens
         return Wanted(now=np.full(len(rows), self._num_tokens), then=np.full(len(rows), self._num_tokens))
 
 
 class AdaptiveLengths:
-    """Every row wants as many as pay at the rate at which its drafts were accepted."""
+    """Every row wants as many as pay at the rate at which its drafts were accepted.
+
+    Rates are kept in whole NUM_LEVELS-ths, so that learning is a look-up in a table of all that can happen.
+    """
 
     def __init__(self, num_tokens: int, *, max_rows: int) -> None:
-        self._rate: NDArray[np.float32] = np.zeros(max_rows, np.float32)
-        self._paying: Int32Array = np.zeros(max_rows, np.int32)  # drafts that pay at the row's rate
-        self._borders = np.array([PAYING_RATE ** (1 / place) for place in range(1, num_tokens + 1)], np.float32)
-        self._first = np.int32(np.searchsorted(self._borders, np.float32(FIRST_RATE)))
-        # [num_tokens + 1]: what that many decided drafts leave of the old rate
-        self._left: NDArray[np.float32] = np.array([MEMORY**count for count in range(num_tokens + 1)], np.float32)
+        rates = np.arange(NUM_LEVELS + 1) / NUM_LEVELS
+        borders = PAYING_RATE ** (1 / np.arange(1, num_tokens + 1))
+        self._paying: Int32Array = np.searchsorted(borders, rates).astype(np.int32)  # drafts that pay, [levels]
+        self._levels: Int32Array = np.zeros(max_rows, np.int32)
+        self._base = np.int32(num_tokens + 1)
+        self._next = _next_levels(rates, num_tokens)
 
     def start(self, row: int) -> None:
         """Nothing is known of the sequence's drafts."""
-        self._rate[row] = FIRST_RATE
-        self._paying[row] = self._first
+        self._levels[row] = round(FIRST_RATE * NUM_LEVELS)
 
-    def learn(self, rows: Int32Array, num_drafts: Int32Array, num_accepted: Int32Array) -> None:
+    def learn(self, rows: IndexArray, num_drafts: Int32Array, num_accepted: Int32Array) -> None:
         """See DraftLengths."""
-        rate = self._rate.take(rows)
-        np.subtract(np.float32(1), rate, out=rate)
-        rate *= self._left.take(num_accepted)
-        np.subtract(np.float32(1), rate, out=rate)
-        rate *= self._left.take(num_accepted < num_drafts)
-        np.maximum(rate, np.float32(LOWEST_RATE), out=rate)
-        self._rate[rows] = rate
-        self._paying[rows] = np.searchsorted(self._borders, rate)
+        cells = self._levels.take(rows) * self._base + num_drafts
+        self._levels[rows] = self._next.take(cells * self._base + num_accepted)
 
-    def wanted(self, rows: Int32Array, num_tokens: Int32Array) -> Wanted:
+    def wanted(self, rows: IndexArray, num_tokens: Int32Array) -> Wanted:
         """See DraftLengths."""
-        paying = self._paying.take(rows)
-        now, then = paying, paying.copy()
-        if np.count_nonzero(paying) < len(rows):
-            now[(paying == 0) & (num_tokens % PROBE_INTERVAL == 0)] = 1
-            then[(then == 0) & ((num_tokens + 1) % PROBE_INTERVAL == 0)] = 1
+        now = self._paying.take(self._levels.take(rows))
+        then = now.copy()
+        if np.count_nonzero(now) < len(rows):
+            is_quiet = now == 0
+            now[is_quiet & (num_tokens % PROBE_INTERVAL == 0)] = 1
+            then[is_quiet & ((num_tokens + 1) % PROBE_INTERVAL == 0)] = 1
         return Wanted(now=now, then=then)
+
+
+def _next_levels(rates: NDArray[np.float64], num_tokens: int) -> Int32Array:
+    """The level that follows each level where d drafts were verified and a accepted, flat from [levels, d, a]."""
+    counts = np.arange(num_tokens + 1)
+    num_drafts, num_accepted = counts[:, None], counts
+    after_accepted = 1 - (1 - rates[:, None, None]) * MEMORY**num_accepted
+    after = np.where(num_accepted < num_drafts, MEMORY, 1.0) * after_accepted
+    levels: Int32Array = np.rint(np.maximum(after, LOWEST_RATE) * NUM_LEVELS).astype(np.int32).ravel()
+    return levels
 
 
 def make_draft_lengths(config: SpeculationConfig, *, max_rows: int) -> DraftLengths:

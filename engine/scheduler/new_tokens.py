@@ -43,7 +43,6 @@ class NewTokens(NamedTuple):
     view: RowView
     handles: Int64Array  # [T]
     token_ids: Int32Array  # [T]
-    last_token_ids: Int32Array
     num_tokens: Int32Array  # that the row has by now
     is_stop: BoolArray  # its last token is one of its stop ids
 
@@ -58,7 +57,6 @@ def append(rows: RowTable, drawn: Drawn) -> NewTokens:
         view=view,
         handles=view.handles,
         token_ids=drawn.token_ids,
-        last_token_ids=drawn.token_ids,
         num_tokens=num_tokens,
         is_stop=view.find_stops(drawn.token_ids, num_tokens),
     )
@@ -69,28 +67,35 @@ def _append_verified(rows: RowTable, view: RowView, token_ids: Int32Array, count
 
     Drafts that did not hold were computed for nothing: the rows' computed counts go back to all but their last token.
     """
-    index = np.repeat(np.arange(len(counts), dtype=np.int32), counts)  # of each token's row
-    place = np.arange(len(token_ids), dtype=np.int32) - (np.cumsum(counts, dtype=np.int32) - counts).take(index)
-    lengths = rows.num_tokens.take(view.rows).take(index) + place + np.int32(1)
-    stops = view.keep(index).find_stops(token_ids, lengths).nonzero()[0]
+    index = np.arange(len(counts)).repeat(counts)  # of each token's row
     is_stop = np.zeros(len(counts), np.bool_)
+    stops = view.find_stop_ids(token_ids, index)
     if len(stops):
+        place = _places(counts, index)
+        lengths = rows.num_tokens.take(view.rows.take(index[stops])) + place[stops] + np.int32(1)
+        stops = stops[lengths >= view.min_tokens.take(index[stops])]
         stopping, first = np.unique(index[stops], return_index=True)
         is_stop[stopping] = True
         counts = counts.copy()
         counts[stopping] = place[stops[first]] + 1
         is_kept = place < counts.take(index)
         token_ids, index = token_ids[is_kept], index[is_kept]
-    num_tokens = rows.append_several(view.rows, token_ids, counts)
+    num_tokens = rows.append_several(view.rows, token_ids, counts, index)
     rows.num_computed_tokens[view.rows] = num_tokens - np.int32(1)
     return NewTokens(
         view=view,
         handles=view.handles.take(index),
         token_ids=token_ids,
-        last_token_ids=token_ids.take(np.cumsum(counts) - 1),
         num_tokens=num_tokens,
         is_stop=is_stop,
     )
+
+
+def _places(counts: Int32Array, index: NDArray[np.intp]) -> Int32Array:
+    """Which of its row's tokens each token is."""
+    first = np.cumsum(counts, dtype=np.int32) - counts
+    places: Int32Array = np.arange(len(index), dtype=np.int32) - first.take(index)
+    return places
 
 
 def describe_mismatch(result: StepResult, *, num_sampled: int, num_drafts: Int32Array, num_proposals: int) -> str:
@@ -116,9 +121,8 @@ def _describe_counts(result: StepResult, num_sampled: int, num_drafts: Int32Arra
     if len(counts) != num_sampled:
         return f"samples {num_sampled} rows, but its result counts the tokens of {len(counts)}; count each row's"
     most = num_drafts + np.int32(1) if len(num_drafts) else np.ones(num_sampled, np.int32)
-    wrong = ((counts < 1) | (counts > most)).nonzero()[0]
-    if len(wrong):
-        place = int(wrong[0])
+    if counts.min(initial=1) < 1 or np.count_nonzero(counts > most):
+        place = int(((counts < 1) | (counts > most)).argmax())
         return (
             f"has {int(counts[place])} tokens for sampling row {place}, which may have 1 to {int(most[place])}; return "
             "its accepted drafts and one token"
@@ -137,9 +141,12 @@ def _describe_proposals(result: StepResult, num_sampled: int, num_proposals: int
             f"asks for proposals of shape {(num_sampled, num_proposals)}, but its result has {proposals.shape}; return "
             "a row of num_proposals drafts for each sampling row, or none"
         )
+    smallest = int(proposals.min())
+    if smallest > NO_DRAFT:
+        return ""
+    if smallest < NO_DRAFT:
+        return f"got the draft {smallest}; use token ids, or {NO_DRAFT} where there is no draft"
     is_draft = proposals != NO_DRAFT
-    if proposals.min() < NO_DRAFT:
-        return f"got the draft {int(proposals.min())}; use token ids, or {NO_DRAFT} where there is no draft"
     if (is_draft[:, 1:] & ~is_draft[:, :-1]).any():
         return f"got a draft after {NO_DRAFT}, which ends a row's drafts; move its drafts to the front"
     return ""

@@ -100,7 +100,7 @@ def _append(instance: Instance, record: StepRecord, result: StepResult) -> NewTo
     rows = new.view.rows
     has_blocks = batch.phase.take(rows) != Phase.DRAINING if batch.num_draining else None  # None: all of them
     instance.kv.cache_filled(rows if has_blocks is None else rows[has_blocks])
-    instance.speculation.learn(drawn, has_blocks)
+    instance.speculation.learn(drawn, new.num_tokens, has_blocks)
     return new
 
 
@@ -135,7 +135,7 @@ def _find_ends(instance: Instance, new: NewTokens) -> tuple[tuple[Ended, ...], t
         sequence = instance.batch.sequences[new.view.rows[index]]
         assert sequence is not None, new.view.rows[index]
         if new.is_stop[index]:
-            stop_token_id = int(new.last_token_ids[index])
+            stop_token_id = int(instance.rows.tokens(new.view.rows[index])[-1])
             ended.append(Ended(sequence=sequence, reason=FinishReason.STOP, stop_token_id=stop_token_id))
         elif sequence.is_ferried:
             prompt_ready.append(sequence)

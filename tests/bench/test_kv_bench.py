@@ -19,9 +19,11 @@ def test_every_documented_result_is_there_with_its_parameters() -> None:
     report = run_kv_bench(TINY, started.append).to_json()
     assert report["command"] == "bench kv"
     params = {result["name"]: set(result["params"]) for result in report["results"]}
-    assert list(params) == ["decode_step", "scheduler_step", "route", "prefill", "churn", "pool_start", "pool_bytes"]
+    names = ["decode_step", "scheduler_step", "ratio", "route", "prefill", "churn", "pool_start", "pool_bytes"]
+    assert list(params) == names
     assert params["decode_step"] >= {"rows", "groups"}
-    assert params["scheduler_step"] >= {"rows"}
+    assert params["scheduler_step"] >= {"rows", "drafts"}
+    assert params["ratio"] >= {"of", "rows", "drafts"}
     assert params["route"] >= {"tokens", "held", "instances"}
     assert params["prefill"] >= {"tokens", "shared", "groups"}
     assert all(result["value"] > 0 for result in report["results"])

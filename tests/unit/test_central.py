@@ -112,5 +112,10 @@ def test_requests_without_a_seed_get_one_of_their_own():
 
 def test_scheduler_step_benchmark_measures_full_batches(monkeypatch):
     monkeypatch.setattr(scheduler_step, "STEPS_PER_RUN", 2)
-    (result,) = scheduler_step.measure([4], num_runs=2)
-    assert (result.name, result.params["rows"], len(result.runs)) == ("scheduler_step", 4, 2)
+    results = scheduler_step.measure([4], num_runs=2)
+    assert [(result.name, result.params["drafts"]) for result in results] == [
+        ("scheduler_step", 0),
+        ("scheduler_step", 3),
+        ("ratio", 3),
+    ]
+    assert [(result.params["rows"], len(result.runs)) for result in results] == [(4, 2)] * 3
