@@ -15,7 +15,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from blockferry.cluster import actors, placement
-from blockferry.cluster.actor_calls import gather, silent
+from blockferry.cluster.actor_calls import LaunchError, gather, silent
 from blockferry.cluster.deployment import Deployment, is_disaggregated
 from blockferry.cluster.instance_plans import plan_of
 from blockferry.cluster.launch_progress import Report
@@ -23,11 +23,12 @@ from blockferry.cluster.offload_settings import tier_settings
 from blockferry.cluster.placement import PlacedInstance
 from blockferry.cluster.plan_facts import facts_of_instance
 from blockferry.cluster.ray_session import NAMESPACE
-from blockferry.cluster.running import InstanceRun
+from blockferry.cluster.running import InstanceRun, Running
 from blockferry.cluster.scheduler_host import InstanceSettings, WorkerPlace
 from blockferry.cluster.worker_settings import WorkerSettings
 from blockferry.connectors.base import TransferMode
 from blockferry.connectors.handshake import with_common_scales, with_scales_of
+from blockferry.connectors.transport.hosts import Hosts
 from blockferry.engine.config import DeploymentConfig, Role
 from blockferry.engine.kv.model_layers import CacheDType
 from blockferry.engine.worker.spec import WorkerSpec
@@ -42,7 +43,7 @@ async def reserve(config: DeploymentConfig, instances: Sequence[InstanceRun]) ->
         instance.group = groups[instance.instance_id]
 
 
-def create_ranks(config: DeploymentConfig, instance: InstanceRun) -> None:
+def create_ranks(config: DeploymentConfig, instance: InstanceRun, *, hosts: Hosts) -> None:
     """Ask for an instance's processes; each takes seconds to import its modules. Raises ValueError for taken names."""
     placed, shape = instance.placed, instance.placed.config
     assert instance.group is not None, instance.instance_id
@@ -60,10 +61,13 @@ def create_ranks(config: DeploymentConfig, instance: InstanceRun) -> None:
             ),
             runtime_env={"env_vars": actors.worker_environment(shape.num_threads)},
         )
-        instance.ranks.append(worker.remote(_worker_settings(config, placed, tp_rank=tp_rank, pp_rank=pp_rank)))
+        settings = _worker_settings(config, placed, tp_rank=tp_rank, pp_rank=pp_rank, hosts=hosts)
+        instance.ranks.append(worker.remote(settings))
 
 
-def _worker_settings(config: DeploymentConfig, placed: PlacedInstance, *, tp_rank: int, pp_rank: int) -> WorkerSettings:
+def _worker_settings(
+    config: DeploymentConfig, placed: PlacedInstance, *, tp_rank: int, pp_rank: int, hosts: Hosts
+) -> WorkerSettings:
     shape = placed.config
     spec = WorkerSpec(
         model_path=config.model.path,
@@ -86,6 +90,7 @@ def _worker_settings(config: DeploymentConfig, placed: PlacedInstance, *, tp_ran
         spec=spec,
         connector=config.connector if is_disaggregated(config) else None,
         deployment=config.name,
+        hosts=hosts,
     )
 
 
@@ -95,6 +100,17 @@ async def find_places(instances: Sequence[InstanceRun], report: Report) -> None:
     places = iter(await gather(calls, "starting workers", report))
     for instance in instances:
         instance.places = [next(places) for _ in instance.ranks]
+
+
+def check_places(running: Running, instances: Sequence[InstanceRun]) -> None:
+    """Refuse instances on several hosts where their ranks could not reach each other: no network was opened."""
+    addresses = {place.address for instance in instances for place in instance.places}
+    if running.hosts is Hosts.ONE and is_disaggregated(running.config) and len(addresses) > 1:
+        where = ", ".join(f"{one.instance_id} on {one.places[0].address}" for one in instances)
+        raise LaunchError(
+            f"{where}: a deployment on a Ray cluster of its own shares memory within one host and opens no port "
+            "for others; for several hosts start the cluster with `ray up` or `ray start`, and give --address"
+        )
 
 
 async def load(instances: Sequence[InstanceRun], report: Report) -> None:

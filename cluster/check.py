@@ -25,6 +25,7 @@ from blockferry.cluster.listen import ListenError, bind
 from blockferry.cluster.offload_settings import GIB, tier_settings
 from blockferry.cluster.plan_facts import PlanFacts, facts_of_instance, summary_of
 from blockferry.cluster.speculation_settings import words_of
+from blockferry.connectors.transport.hosts import UCX_QUEUE_BYTES, UCX_ROOM_BYTES
 from blockferry.engine.config import DeploymentConfig, Device, InstanceConfig, Role
 from blockferry.engine.errors import BlockferryError, ConfigError
 
@@ -213,7 +214,7 @@ def _check_lengths(deployment: Deployment) -> Iterator[Finding]:
 def check_machine(deployment: Deployment) -> Iterator[Finding]:
     """Memory, cores and shared memory of a deployment that all runs here."""
     config = deployment.config
-    pools = weights = tiers = 0
+    pools = weights = tiers = num_all_ranks = 0
     num_threads = 0
     stored = sum(file.stat().st_size for file in config.model.path.glob("*.safetensors"))
     for instance in config.instances:
@@ -228,6 +229,7 @@ def check_machine(deployment: Deployment) -> Iterator[Finding]:
             yield _ok("offload", f"{words}; at least {settings.useful_fraction:.0%} of a block's units are content")
             yield from _check_disk(instance, num_ranks=instance.replicas * num_ranks)
         weights += instance.replicas * (stored + num_ranks * PROCESS_BYTES)
+        num_all_ranks += instance.replicas * num_ranks
         num_threads += instance.replicas * num_ranks * instance.num_threads
     yield from _check_threads(num_threads)
     if config.device is Device.CUDA:
@@ -242,20 +244,21 @@ def check_machine(deployment: Deployment) -> Iterator[Finding]:
         yield _error("memory", f"{words} exceed the {available / MIB:.0f} MiB available; {remedy}")
     else:
         yield _ok("memory", f"{words} of {available / MIB:.0f} MiB available")
-    yield from _check_shared_memory(pools=pools if is_disaggregated(config) else 0, tiers=tiers)
+    ferried = pools + UCX_ROOM_BYTES + num_all_ranks * UCX_QUEUE_BYTES if is_disaggregated(config) else 0
+    yield from _check_shared_memory(ferried=ferried, tiers=tiers)
 
 
-def _check_shared_memory(*, pools: int, tiers: int) -> Iterator[Finding]:
-    """Pools that are ferried, and tiers, lie in /dev/shm."""
-    if not pools + tiers:
+def _check_shared_memory(*, ferried: int, tiers: int) -> Iterator[Finding]:
+    """Pools that are ferried with what UCX needs for them, and tiers, lie in /dev/shm."""
+    if not ferried + tiers:
         return
     shared = shutil.disk_usage("/dev/shm").free
     words = " and ".join(
         f"{name} take {num_bytes / MIB:.0f} MiB"
-        for name, num_bytes in (("pools", pools), ("offload", tiers))
+        for name, num_bytes in (("pools with UCX's queues", ferried), ("offload", tiers))
         if num_bytes
     )
-    if pools + tiers > shared:
+    if ferried + tiers > shared:
         yield _error(
             "/dev/shm",
             f"{words} of shared memory, {shared / MIB:.0f} MiB are free; "

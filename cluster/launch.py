@@ -16,21 +16,23 @@ from blockferry.cluster.interrupt import until_stopped
 from blockferry.cluster.launch_progress import Progress, Report
 from blockferry.cluster.running import Running
 from blockferry.cluster.supervision import Phase
+from blockferry.connectors.transport.hosts import Hosts
 
 
-def launch(deployment: Deployment, report: Report, *, with_api: bool) -> Running:
+def launch(deployment: Deployment, report: Report, *, hosts: Hosts, with_api: bool) -> Running:
     """Start every actor of a deployment on the connected Ray cluster.
 
     Args:
         deployment: what to start.
         report: told of every phase as ranks finish it.
+        hosts: that the Ray cluster may ever have.
         with_api: whether an HTTP server is part of it (`generate` needs none).
 
     Raises:
         PlacementError: the cluster lacks resources.
         LaunchError: an actor failed or took too long. Nothing is left running either way.
     """
-    running = Running(deployment=deployment)
+    running = Running(deployment=deployment, hosts=hosts)
     for placed in placement.name_instances(deployment.config):
         running.name_next(placed.index)
     try:
@@ -49,6 +51,7 @@ async def _launch(running: Running, report: Report, *, with_api: bool) -> None:
     if with_api:
         await services.open_port(running)  # a busy port is reported before the minutes that loading may take
     await bring_up.find_places(instances, report)
+    bring_up.check_places(running, instances)
     await bring_up.load(instances, report)
     await bring_up.make_pools(running.deployment, instances, report)
     await bring_up.connect(config, instances, [], report)
@@ -68,7 +71,7 @@ def _create_actors(running: Running, *, with_api: bool) -> None:
         if with_api:
             services.create_api(running, config.api)
         for instance in running.instances.values():
-            bring_up.create_ranks(config, instance)
+            bring_up.create_ranks(config, instance, hosts=running.hosts)
         services.create_scheduler(running)
     except ValueError as error:  # Ray: an actor of this name exists
         raise LaunchError(f"deployment {config.name!r} runs on this cluster already; change `name` ({error})") from None

@@ -22,6 +22,7 @@ from blockferry.cluster.offload_settings import TierSettings
 from blockferry.cluster.placement import PlacedInstance
 from blockferry.cluster.sockets import Endpoint, Endpoints
 from blockferry.cluster.supervision import Phase
+from blockferry.connectors.transport.hosts import Hosts
 from blockferry.engine.config import DeploymentConfig, Role
 from blockferry.engine.kv.instance_plan import InstancePlan
 
@@ -52,6 +53,7 @@ class Running:
     """A deployment that is up, or on its way."""
 
     deployment: Deployment
+    hosts: Hosts  # that instances may be placed on, for as long as the deployment runs
     instances: dict[str, InstanceRun] = dataclasses.field(default_factory=dict)
     scheduler: Any = None
     api: Any = None

@@ -21,6 +21,7 @@ from blockferry.cluster.placement import name_instances, total_resources
 from blockferry.cluster.ray_session import RaySession
 from blockferry.cluster.run_record import RunRecord
 from blockferry.cluster.running import Running
+from blockferry.connectors.transport.hosts import Hosts
 from blockferry.engine.errors import BlockferryError, ConfigError
 
 
@@ -99,9 +100,11 @@ def _open(wishes: Sequence[Wish], report: Report, opened: _Opened) -> None:
         placed = [instance for wish in wishes for instance in name_instances(wish.deployment.config)]
         opened.session = ray_session.start_local(total_resources(placed))
     stop_signals.renew()  # Ray's core has put a handler that aborts
+    # nobody else joins a cluster of our own
+    hosts = Hosts.ONE if opened.session.is_local else Hosts.MANY
     for wish in wishes:
         stop_signals.check()
-        running = launch.launch(wish.deployment, report, with_api=wish.with_api)
+        running = launch.launch(wish.deployment, report, hosts=hosts, with_api=wish.with_api)
         opened.running.append(running)
         opened.records.append(_record(wish, running, opened.session))
 

@@ -250,8 +250,9 @@ class Supervisor:
         instance = running.name_next(index)
         try:
             await bring_up.reserve(running.config, [instance])
-            bring_up.create_ranks(running.config, instance)
+            bring_up.create_ranks(running.config, instance, hosts=running.hosts)
             await bring_up.find_places([instance], silent)
+            bring_up.check_places(running, [*running.in_phase(Phase.SERVING), instance])
             await bring_up.load([instance], silent)
             await bring_up.make_pools(running.deployment, [instance], silent)
             async with self._joining:

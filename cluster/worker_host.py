@@ -78,7 +78,7 @@ class WorkerHost:
         connector = self._settings.connector
         if connector is not None:
             self._ferry = PdWorker(
-                open_ucx(connector.ucx_options, net_device=net_devices),
+                open_ucx(connector.ucx_options, hosts=self._settings.hosts, net_device=net_devices),
                 own,
                 self._on_transfer_event,
                 PdWorkerOptions(limits=TransferLimits(are_checked=connector.checksums)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from blockferry.connectors.transport.hosts import Hosts
 from blockferry.engine.config import ConnectorConfig
 from blockferry.engine.worker.spec import WorkerSpec
 
@@ -16,3 +17,4 @@ class WorkerSettings:
     spec: WorkerSpec
     connector: ConnectorConfig | None  # None: this deployment ferries nothing
     deployment: str = ""  # its name
+    hosts: Hosts = Hosts.MANY  # that this rank's peers may be on

@@ -32,6 +32,7 @@ from blockferry.connectors.base import ByteArray, Region
 from blockferry.connectors.transport import native_loops as loops
 from blockferry.connectors.transport import native_packing
 from blockferry.connectors.transport import ucx_api as api
+from blockferry.connectors.transport.datagrams import no_empty_datagrams
 from blockferry.connectors.transport.pool_secret import PoolSecret
 from blockferry.connectors.transport.ucx_greeting import Greeter
 from blockferry.connectors.transport.ucx_peer import UcxAccess, UcxPeer, UcxRegion
@@ -83,12 +84,14 @@ class UcxTransport:
     def __init__(self, options: UcxOptions = UcxOptions()) -> None:
         """Set UCX up. Raises TransportError when it is missing or an option is refused."""
         self._options = options
+        self._ways = options.to_config()["TLS"]
         self._ucp = api.load()
         self._ucp.hush()
         loops.warm_up()
         native_packing.warm_up()
         self._context = self._create_context()
-        self._worker = self._create_worker()
+        with no_empty_datagrams():
+            self._worker = self._create_worker()
         self._secret = PoolSecret.make()
         self._greeter = Greeter(self._ucp, self._worker, self._secret)
         self._handles: list[c_void_p] = []  # of registered memory
@@ -183,7 +186,8 @@ class UcxTransport:
             err_arg=self._next_peer,
         )
         endpoint = c_void_p()
-        self._ucp.check(self._ucp.ucp_ep_create(self._worker, byref(params), byref(endpoint)), "connect")
+        status = self._ucp.ucp_ep_create(self._worker, byref(params), byref(endpoint))
+        self._ucp.check(status, f"connect over {self._ways}")
         access = UcxAccess(
             ucp=self._ucp,
             worker=self._worker,

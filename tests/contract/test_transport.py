@@ -18,12 +18,14 @@ from blockferry.connectors.transport.loopback import LoopbackFabric, LoopbackTra
 from blockferry.connectors.transport.native_checksum import sum_runs
 
 UCX = {
-    "ucx-shm": {"transports": ("posix", "tcp", "self")},
+    "ucx-shm": {"transports": ("posix", "self")},
+    "ucx-shm-tcp": {"transports": ("posix", "tcp", "self")},  # as in a cluster
     "ucx-tcp": {"transports": ("tcp", "self")},
     "ucx-tcp-mixed": {"transports": ("tcp", "self"), "pack_below_bytes": 4097},
     "ucx-tcp-unpacked": {"transports": ("tcp", "self"), "pack_below_bytes": 0},
 }
-KINDS = ["loopback", *(pytest.param(kind, marks=pytest.mark.ucx) for kind in UCX)]
+MARKS = {"ucx-shm-tcp": [pytest.mark.full]}
+KINDS = ["loopback", *(pytest.param(kind, marks=[pytest.mark.ucx, *MARKS.get(kind, [])]) for kind in UCX)]
 
 
 class Fabric:

@@ -6,6 +6,7 @@ import itertools
 import random
 import socket
 import time
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -38,6 +39,31 @@ def near(far):
     transport = UcxTransport(UcxOptions(transports=TCP, close_timeout_s=1.0))
     yield transport
     transport.close()
+
+
+def wake_sockets(pid):
+    """Names of a process's abstract Unix datagram sockets: type 0002 is SOCK_DGRAM."""
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes.add(str(link.readlink()).removeprefix("socket:[").removesuffix("]"))
+    rows = [line.split() for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]]
+    return ["\0" + row[7][1:] for row in rows if len(row) > 7 and row[4] == "0002" and row[6] in inodes]
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 60_000])
+def test_datagrams_of_another_user_to_the_socket_that_wakes_a_worker_do_not_end_it(num_bytes):
+    with no_segments_left():
+        far = ProcessEnd(("posix", "self"))
+        (name,) = wake_sockets(far.pid)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+            stranger.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                for _ in range(100):
+                    stranger.sendto(bytes(num_bytes), name)
+        time.sleep(0.2)
+        assert far.cpu_s() > 0, "it answers"
+        far.close()
 
 
 def key_with_another_secret(key):

@@ -23,6 +23,7 @@ from support.tiny_tokenizers import byte_level
 from blockferry.cluster import launch, placement, ray_session
 from blockferry.cluster.deployment import load_deployment
 from blockferry.cluster.listen import bind
+from blockferry.connectors.transport.hosts import Hosts
 
 pytestmark = [pytest.mark.ray, pytest.mark.ucx, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -261,7 +262,7 @@ def test_missing_resource_is_named_within_seconds(tmp_path: Path, model: Path) -
     try:
         started_s = time.monotonic()
         with pytest.raises(placement.PlacementError, match="fpga"):
-            launch.launch(deployment, lambda _progress: None, with_api=False)
+            launch.launch(deployment, lambda _progress: None, hosts=Hosts.ONE, with_api=False)
         assert time.monotonic() - started_s < 10
     finally:
         session.close()

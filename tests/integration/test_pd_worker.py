@@ -16,7 +16,8 @@ from blockferry.engine.kv.plan import Planner
 
 pytestmark = pytest.mark.ucx
 
-PATHS = {"shm": ("posix", "tcp", "self"), "tcp": ("tcp", "self")}
+PATHS = {"shm": ("posix", "self"), "tcp": ("tcp", "self")}
+WAYS = PATHS | {"any": ("posix", "tcp", "self")}
 BIG = make_layout(num_blocks=512, content_bytes=2048)  # 512 KiB a block
 BIG_IDS = list(range(1, 501))
 
@@ -26,7 +27,7 @@ def open_process():
     made = []
 
     def make(instance_id, layouts, path, **options):
-        process = InstanceProcess(instance_id, layouts, transports=PATHS[path], **options)
+        process = InstanceProcess(instance_id, layouts, transports=WAYS[path], **options)
         made.append(process)
         return process
 
@@ -230,8 +231,8 @@ def test_a_process_that_shares_no_memory_is_reached_over_tcp_though_shared_memor
     python = tmp_path / "python"
     python.write_text(OTHER_HOST.format(python=sys.executable))
     python.chmod(0o755)
-    prefill = open_process("p0", [make_layout()], "shm")
-    decode = open_process("d0", [make_layout()], "shm", executable=str(python))
+    prefill = open_process("p0", [make_layout()], "any")
+    decode = open_process("d0", [make_layout()], "any", executable=str(python))
     prefill.ask("connect", decode.endpoints)
     assert prefill.ask("is_direct", "d0") == [False]
     prefill.ask("fill", ([3, 1], 32))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import httpx
 import openai
 import pytest
 from support.cluster import MODEL, LiveDeployment, live_deployment, smollm2_dir, wait_until_idle
+from support.strangers import Port, ports
 
 pytestmark = [pytest.mark.ray, pytest.mark.ucx, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -62,6 +64,16 @@ def test_openai_client_completes_lists_of_prompts_with_logprobs(client: openai.O
     )
     assert len(answer.choices) == 4
     assert all(len(choice.logprobs.token_logprobs) == 5 for choice in answer.choices)
+
+
+def test_workers_of_one_host_listen_only_where_ray_does(live: LiveDeployment) -> None:
+    tcp: dict[str, list[Port]] = {"WorkerActor": [], "SchedulerActor": []}
+    for port in ports():
+        if port.actor in tcp and isinstance(port.address, tuple):
+            tcp[port.actor].append(port)
+    assert len(tcp["SchedulerActor"]) == 1, "of Ray, in every process"
+    by_process = Counter(port.pid for port in tcp["WorkerActor"])
+    assert list(by_process.values()) == [1, 1], tcp
 
 
 async def use_and_vanish(http: httpx.AsyncClient, draw: random.Random, i: int) -> None:

@@ -25,6 +25,7 @@ from blockferry.cluster.running import InstanceRun, Running
 from blockferry.cluster.scheduler_host import SchedulerSettings, build_loop
 from blockferry.cluster.scheduler_loop import SchedulerLoop
 from blockferry.cluster.worker_host import WorkerHost
+from blockferry.connectors.transport.hosts import Hosts
 from blockferry.engine.request import SamplingParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -55,8 +56,8 @@ def rank(tmp_path: Path) -> Iterator[Rank]:
     file.write_text(f"name: host-{os.getpid()}\n{TEXT.format(model=model)}")
     deployment = load_deployment(file)
     config = deployment.config
-    instance = Running(deployment=deployment).name_next(0)
-    host = WorkerHost(bring_up._worker_settings(config, instance.placed, tp_rank=0, pp_rank=0))
+    instance = Running(deployment=deployment, hosts=Hosts.ONE).name_next(0)
+    host = WorkerHost(bring_up._worker_settings(config, instance.placed, tp_rank=0, pp_rank=0, hosts=Hosts.ONE))
     host.load(init_method="")
     instance.plan = plan_of(config.model, deployment.header, config.instances[0], where="instances[0]")
     instance.tiers = tier_settings(instance.plan, config.instances[0], where="instances[0]")

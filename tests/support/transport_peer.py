@@ -123,6 +123,10 @@ class ProcessEnd(FarEnd):
             raise TimeoutError("the far end does not start")
         self.address, self.key = near.recv()
 
+    @property
+    def pid(self):
+        return self._process.pid
+
     def kill(self):
         self._process.kill()
         self._process.join(10)
