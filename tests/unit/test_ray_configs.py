@@ -149,6 +149,10 @@ def test_kubernetes_pods_run_the_pinned_ray_with_a_token(name: str) -> None:
     assert spec["authOptions"] == {"mode": "token"}
 
 
+def test_the_job_server_that_the_docs_install_is_of_the_pinned_ray() -> None:
+    assert f"'ray[default]=={importlib.metadata.version('ray')}'" in (ROOT / "docs" / "clusters.md").read_text()
+
+
 @pytest.mark.parametrize("name", KUBERAY)
 def test_pods_with_workers_have_more_shared_memory_than_pools_and_ray_s_store(name: str) -> None:
     pool_mib = 512  # cache.memory of the deployment
