@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.sim_drafts import SimDrafts
-from support.sim_families import SPECS, can_cache, can_draft
+from support.sim_families import SPECS, can_cache
 from support.simulator import VOCAB_SIZE, Shape, SimCluster
 
 from blockferry.engine.config import Role
@@ -57,8 +57,6 @@ def suit_family(shape, family: str) -> None:
     """Make a drawn shape one that a family's caches allow."""
     shape["num_blocks"] = 1 + (shape["num_blocks"] - 1) * len(SPECS[family](1))
     shape["enable_caching"] &= can_cache(family)
-    if not can_draft(family):
-        shape["drafts"] = None
 
 
 class SchedulerMachine(RuleBasedStateMachine):

@@ -11,12 +11,14 @@ import dataclasses
 import math
 
 import numpy as np
+import torch
 
 from blockferry.connectors.base import TransferPart
 from blockferry.engine.kv.block_table import BlockTable
 from blockferry.engine.kv.reach import ChunkReach, FullReach, RetainedPromptReach, WindowReach
 from blockferry.engine.kv.spec import KVCacheConfig, MambaSpec
 from blockferry.engine.wire import BlockDeltas
+from blockferry.engine.worker.state_inputs import StateBlocks, StateRows
 
 UNWRITTEN = 0
 GARBAGE = 7
@@ -26,13 +28,30 @@ _NOBODY = -1
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """A row's chunk: positions [start, stop), with the chain numbers of [0, stop)."""
+    """A row's chunk: positions [start, stop), drafts last, with the chain numbers of [0, stop)."""
 
     row: int
     start: int
     stop: int
     num_prompt_tokens: int
     states: np.ndarray
+    num_drafts: int = 0
+
+    @property
+    def state_rows(self) -> StateRows:
+        """The same as one row of a step."""
+        values = (self.row, self.start, self.stop - self.start - self.num_drafts, self.num_drafts)
+        row, computed, known_len, num_drafts = (np.array([value], np.int32) for value in values)
+        return StateRows(rows_R=row, computed_R=computed, known_lens_R=known_len, num_drafts_R=num_drafts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """A state that a span reads, and one that it writes."""
+
+    source: int  # of no meaning where the row starts
+    target: int
+    position: int  # of the last token that the state written is of
 
 
 class SimCache:
@@ -47,7 +66,10 @@ class SimCache:
         self.specs = [group.spec for group in config.groups]
         self.sizes = [spec.tokens_per_block for spec in self.specs]
         self.is_state = [isinstance(spec, MambaSpec) for spec in self.specs]
-        self.tables = [BlockTable(max_rows=max_rows, max_blocks=-(-max_model_len // size) + 1) for size in self.sizes]
+        self.tables = [
+            BlockTable(max_rows=max_rows, max_blocks=self._max_columns(i, max_model_len)) for i in self.groups
+        ]
+        self.state_blocks = [StateBlocks(table, size) for table, size in zip(self.tables, self.sizes)]
         for table in self.tables:
             table.block_ids[:] = NO_BLOCK
         pages_per_slab = config.slab.pages_per_slab if config.slab else (1,) * len(self.specs)
@@ -59,6 +81,11 @@ class SimCache:
         self.writer = [np.full((1 + n, k), _NOBODY, np.int8) for n, k in zip(num_pages, num_slots)]  # group of content
         num_parts = max(n * k for n, k in zip(num_pages, self.parts_per_page))
         self.page_of_part = np.full((num_parts, 2), _NOBODY, np.int32)  # group, block
+
+    def _max_columns(self, group: int, max_model_len: int) -> int:
+        spec = self.specs[group]
+        num_columns = -(-max_model_len // self.sizes[group]) + 1
+        return num_columns + (spec.num_speculative_blocks if isinstance(spec, MambaSpec) else 0)
 
     @property
     def groups(self) -> range:
@@ -89,6 +116,8 @@ class SimCache:
         for table in self.tables:
             table.clear(row)
             table.block_ids[row] = NO_BLOCK
+        for blocks in self.state_blocks:
+            blocks.forget(row)
 
     def apply(self, deltas: BlockDeltas) -> None:
         assert (deltas.block_id > 0).all(), "the null block was handed out"
@@ -119,9 +148,7 @@ class SimCache:
     # what layers do
 
     def positions_read(self, group: int, span: Span):
-        """Positions whose content the span's tokens read: of attention its own included, of states the one before."""
-        if self.is_state[group]:
-            return np.arange(span.start)[-1:]
+        """Positions whose keys and values the span's tokens read, its own included."""
         first, reach = 0, self.specs[group].reach
         match reach:
             case FullReach():
@@ -136,9 +163,30 @@ class SimCache:
             return np.concatenate([np.arange(span.num_prompt_tokens), np.arange(first, span.stop)])
         return np.arange(0 if isinstance(reach, RetainedPromptReach) else first, span.stop)
 
-    def positions_written(self, group: int, span: Span):
-        """Positions whose content the span's tokens write: of states the last."""
-        return np.arange(span.stop - 1 if self.is_state[group] else span.start, span.stop)
+    def blocks_read(self, group: int, span: Span) -> set[int]:
+        """Blocks that the span reads before the step or in it."""
+        if self.is_state[group]:
+            return {one.source for one in self._passes(group, span)} if span.start else set()
+        return set(self.blocks(group, span.row, self.positions_read(group, span)).tolist())
+
+    def blocks_written(self, group: int, span: Span) -> set[int]:
+        """Blocks that the span writes."""
+        if self.is_state[group]:
+            return {one.target for one in self._passes(group, span)}
+        return set(self.blocks(group, span.row, np.arange(span.start, span.stop)).tolist())
+
+    def _passes(self, group: int, span: Span) -> list[Pass]:
+        """What a span does to a row's state, in order; tables and blocks are as the worker would take them."""
+        first = self.state_blocks[group].metadata(span.state_rows, torch.device("cpu"))
+        last_known = span.stop - span.num_drafts - 1
+        passes = [
+            Pass(source=int(one.source_R[0]), target=int(one.target_R[0]), position=last_known + number)
+            for number, one in enumerate((first, *first.later_passes))
+        ]
+        num_columns = self.tables[group].num_blocks[span.row]
+        mine = set(self.tables[group].block_ids[span.row, :num_columns].tolist())
+        assert {one.target for one in passes} <= mine - {NO_BLOCK}, f"group {group}: {passes} are not of row {span.row}"
+        return passes
 
     def blocks(self, group: int, row: int, positions):
         """The row's block of each position."""
@@ -151,17 +199,33 @@ class SimCache:
     def read_states(self, span: Span) -> None:
         """Recurrent layers load the state that the chunk starts from, before anything is written."""
         for group in self.groups:
-            if self.is_state[group]:
-                self._require(group, span)
+            if self.is_state[group] and span.start:
+                block_id = np.array([self._passes(group, span)[0].source])
+                self._check(group, span, np.array([span.start - 1]), block_id, slots=0)
 
     def write(self, span: Span) -> None:
         for group, size in enumerate(self.sizes):
-            positions = self.positions_written(group, span)
+            if self.is_state[group]:
+                for one in self._passes(group, span):
+                    self._write_state(group, one.target, span.states[one.position])
+                continue
+            positions = np.arange(span.start, span.stop)
             block_ids = self.blocks(group, span.row, positions)
             self.claim(group, block_ids)
-            slots = 0 if self.is_state[group] else positions % size
-            self.content[group][block_ids, slots] = span.states[positions]
-            self.writer[group][block_ids, slots] = group
+            self.content[group][block_ids, positions % size] = span.states[positions]
+            self.writer[group][block_ids, positions % size] = group
+
+    def _write_state(self, group: int, block_id: int, number: int) -> None:
+        self.claim(group, [block_id])
+        self.content[group][block_id], self.writer[group][block_id] = number, group
+
+    def settle(self, span: Span, num_accepted: int) -> None:
+        """So many of a span's drafts are accepted."""
+        for group in self.groups:
+            if self.is_state[group]:
+                copies = self.state_blocks[group].settle(span.state_rows, np.array([num_accepted], np.int32))
+                for source, target in copies.tolist():
+                    self._write_state(group, target, int(self.content[group][source, 0]))
 
     def read(self, span: Span) -> None:
         """Attention of every reach reads, after all of the step was written."""
@@ -176,14 +240,17 @@ class SimCache:
         """Every position that the span reads holds this row's tokens; returns their blocks."""
         positions = self.positions_read(group, span)
         block_ids = self.blocks(group, span.row, positions)
-        slots = 0 if self.is_state[group] else positions % self.sizes[group]
+        self._check(group, span, positions, block_ids, slots=positions % self.sizes[group])
+        return block_ids
+
+    def _check(self, group: int, span: Span, positions, block_ids, *, slots) -> None:
+        """Content of positions is that of this row's tokens."""
         found, writer = self.content[group][block_ids, slots], self.writer[group][block_ids, slots]
         where = f"group {group}, row {span.row}, positions {span.start} to {span.stop}"
         unwritten, wrong = found == UNWRITTEN, found != span.states[positions]
         assert not unwritten.any(), f"{where}: reads {positions[unwritten]}, which nobody wrote"
         assert not wrong.any(), f"{where}: finds other tokens' content at {positions[wrong]}"
         assert (writer == group).all(), f"{where}: finds content of groups {set(writer.tolist())}"
-        return block_ids
 
     # what transfers do
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -69,10 +70,14 @@ SPECS: dict[str, Callable[[int], list[KVCacheSpec]]] = {
 """Specs of each family by tokens of a block."""
 
 
-def family_groups(name: str, block_size: int, *, has_draft: bool = False) -> tuple[KVCacheGroup, ...]:
-    """The groups of a family; with a draft, its first attention group is the draft's."""
+def family_groups(
+    name: str, block_size: int, *, has_draft: bool = False, num_drafts: int = 0
+) -> tuple[KVCacheGroup, ...]:
+    """The groups of a family; with a draft, its first attention group is the draft's. num_drafts: most in a step."""
     groups = []
     for number, spec in enumerate(SPECS[name](block_size)):
+        if isinstance(spec, MambaSpec):
+            spec = dataclasses.replace(spec, num_speculative_blocks=num_drafts)
         is_draft = has_draft and number == 0 and isinstance(spec, AttentionSpec)
         groups.append(KVCacheGroup(layer_ids=(number,), spec=spec, is_draft=is_draft))
     return tuple(groups)
@@ -81,11 +86,6 @@ def family_groups(name: str, block_size: int, *, has_draft: bool = False) -> tup
 def can_cache(name: str) -> bool:
     """Whether the family may have a prefix cache at all."""
     return name != "running states only"
-
-
-def can_draft(name: str) -> bool:
-    """Whether drafts that do not hold can be forgotten: of recurrent states they cannot."""
-    return not any(isinstance(spec, MambaSpec) for spec in SPECS[name](1))
 
 
 def largest_step(name: str, block_size: int) -> int:

@@ -100,7 +100,7 @@ class SimWorker:
             assert not state.drafts or count == 1 + len(state.drafts), "drafts behind a chunk"
             assert start + count <= self.max_model_len, "a draft behind the longest sequence"
             states = np.array(chain((state.token_ids + state.drafts)[: start + count]), np.int64)
-            spans.append(Span(row, start, start + count, state.num_prompt_tokens, states))
+            spans.append(Span(row, start, start + count, state.num_prompt_tokens, states, len(state.drafts)))
         return spans
 
     def _check_writes(self, spans: list[Span]) -> None:
@@ -110,11 +110,11 @@ class SimWorker:
         readers: dict[int, set[int]] = collections.defaultdict(set)
         for span in spans:
             for group in cache.groups:
-                for block_id in set(cache.blocks(group, span.row, cache.positions_written(group, span)).tolist()):
+                for block_id in cache.blocks_written(group, span):
                     me = (span.row, group, block_id)
                     for part in cache.parts(group, block_id):
                         assert writers.setdefault(part, me) == me, "two rows write one block"
-                for block_id in set(cache.blocks(group, span.row, cache.positions_read(group, span)).tolist()):
+                for block_id in cache.blocks_read(group, span):
                     for part in cache.parts(group, block_id):
                         readers[part].add(span.row)
         for part, (row, group, block_id) in writers.items():
@@ -144,7 +144,9 @@ class SimWorker:
                 sampled.append(tokens[: num_accepted + 1])
                 state.token_ids += sampled[-1]
                 state.num_computed = len(state.token_ids) - 1
+                self.cache.settle(span, num_accepted)
             else:
+                self.cache.settle(span, 0)
                 assert not num_drafts, "drafts of a row that is not sampled"
             self.num_verified += num_drafts
             self.num_computed_tokens += span.stop - span.start

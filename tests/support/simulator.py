@@ -479,7 +479,12 @@ def kv_config(shape: Shape) -> KVCacheConfig:
         num_blocks = 1 + max(slab.num_pages(group) for group in range(len(shape.pages_per_slab)))
     return KVCacheConfig(
         num_blocks=num_blocks,
-        groups=family_groups(shape.family, shape.block_size, has_draft=shape.has_draft),
+        groups=family_groups(
+            shape.family,
+            shape.block_size,
+            has_draft=shape.has_draft,
+            num_drafts=0 if shape.drafts is None else shape.drafts.num_tokens,
+        ),
         hash_block_size=shape.block_size,
         slab=slab,
     )
