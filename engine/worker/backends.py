@@ -17,6 +17,7 @@ from blockferry.engine.models.cpu_ops import CpuOps
 from blockferry.engine.models.decoder import Decoder
 from blockferry.engine.models.ops import LayerOps
 from blockferry.engine.models.state_ops import StateOps
+from blockferry.engine.models.state_passes import StateOpsInPasses
 from blockferry.engine.models.step import LayerDone
 from blockferry.engine.models.torch_state_ops import TorchStateOps
 from blockferry.engine.worker.inputs import EncoderInput
@@ -56,9 +57,9 @@ def layer_ops(device: Device) -> LayerOps:
 
 
 def state_ops(device: Device) -> StateOps:
-    """The recurrences of a device."""
+    """The recurrences of a device, drafts included."""
     del device
-    return TorchStateOps()
+    return StateOpsInPasses(TorchStateOps())
 
 
 def block_ops(device: Device) -> BlockOps:

@@ -20,12 +20,12 @@ import torch
 
 from blockferry.engine.attention.base import AttentionMetadata
 from blockferry.engine.kv.block_table import BlockTable
-from blockferry.engine.models.state_ops import StateMetadata
 from blockferry.engine.request import BoolArray, Int32Array, Int64Array
 from blockferry.engine.rows import RowTable
 from blockferry.engine.wire import StepPlan
 from blockferry.engine.worker.block_table import PAD_SLOT_ID, slot_mapping
 from blockferry.engine.worker.paged_caches import GroupMetadata
+from blockferry.engine.worker.state_inputs import StateBlocks, StateRows
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class GroupTable:
 
     table: BlockTable
     block_size: int  # tokens
-    keeps_states: bool = False  # a block is the state after its last token that was computed, not the tokens themselves
+    states: StateBlocks | None = None  # a block is the state after its last token that was computed, not the tokens
     is_cross: bool = False  # the tokens are those of the encoder's input
 
 
@@ -182,8 +182,8 @@ def _queries(batch: _Batch) -> _Queries:
 
 
 def _metadata(batch: _Batch, queries: _Queries, group: GroupTable, device: torch.device) -> GroupMetadata:
-    if group.keeps_states:
-        return GroupMetadata(states=_state_metadata(batch, group, device))
+    if group.states is not None:
+        return GroupMetadata(states=group.states.metadata(_state_rows(batch), device))
     if group.is_cross:
         return GroupMetadata(attention=_cross_metadata(batch, group, device))
     return GroupMetadata(attention=_attention_metadata(batch, queries, group, device))
@@ -239,23 +239,12 @@ def _cross_metadata(batch: _Batch, group: GroupTable, device: torch.device) -> A
     )
 
 
-def _state_metadata(batch: _Batch, group: GroupTable, device: torch.device) -> StateMetadata:
-    """A row's state is in the block that its last token falls into; a step moves it to that of its new last token."""
-    before_R = batch.seq_lens_R - batch.query_lens_R
-    is_fresh_R = before_R == 0
-    source_columns_R = np.maximum(before_R - 1, 0) // group.block_size
-    target_columns_R = (batch.seq_lens_R - 1) // group.block_size
-    block_ids = group.table.block_ids
-    return StateMetadata(
-        num_rows=len(batch.rows_R),
-        num_decode_rows=batch.num_decode_rows,
-        num_tokens=len(batch.rows_T),
-        query_start_R1=_to(batch.query_start_R1, device),
-        source_R=_to(block_ids[batch.rows_R, source_columns_R].astype(np.int64), device),
-        target_R=_to(block_ids[batch.rows_R, target_columns_R].astype(np.int64), device),
-        is_fresh_R=_to(is_fresh_R, device),
-        query_lens=batch.query_lens_R.tolist(),
-        is_fresh=is_fresh_R.tolist(),
+def _state_rows(batch: _Batch) -> StateRows:
+    return StateRows(
+        rows_R=batch.rows_R,
+        computed_R=batch.seq_lens_R - batch.query_lens_R,
+        known_lens_R=batch.query_lens_R - batch.num_drafts_R,
+        num_drafts_R=batch.num_drafts_R,
     )
 
 

@@ -15,7 +15,7 @@ Legend: R rows in the step's order, T tokens, t tokens and r rows of one pass.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 from blockferry.engine.kv.block_table import BlockTable
 from blockferry.engine.models.state_ops import StateMetadata
 from blockferry.engine.request import Int32Array, Int64Array
+from blockferry.engine.wire import StepPlan
+from blockferry.engine.worker.page_views import PageViews
 
 _NOWHERE = 0  # the null block: no state is moved there
 _NO_PAIRS: NDArray[np.int32] = np.empty((0, 2), np.int32)
@@ -140,6 +142,26 @@ class StateBlocks:
     def _blocks(self, rows: StateRows, columns_R: Int32Array) -> Int32Array:
         block_ids: Int32Array = self._table.block_ids[rows.rows_R, columns_R]
         return block_ids
+
+
+def settle_states(
+    plan: StepPlan, num_tokens_S: Int32Array, states: Mapping[int, StateBlocks], views: PageViews
+) -> None:
+    """A plan is computed, and so many tokens came of each sampling row: bring the states of its rows, by group, there.
+
+    On every rank, and before others may use what the step has computed.
+    """
+    for group, blocks in states.items():
+        num_drafts_R = plan.num_drafts if len(plan.num_drafts) else np.zeros(len(plan.rows), np.int32)
+        num_accepted_R = np.zeros(len(plan.rows), np.int32)
+        num_accepted_R[plan.sample] = num_tokens_S - 1
+        rows = StateRows(
+            rows_R=plan.rows,
+            computed_R=plan.num_computed,
+            known_lens_R=plan.num_scheduled - num_drafts_R,
+            num_drafts_R=num_drafts_R,
+        )
+        views.copy_blocks(group, blocks.settle(rows, num_accepted_R))
 
 
 def _ranges(starts_R: Int64Array, lens_R: Int32Array) -> Int64Array:

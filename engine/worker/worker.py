@@ -68,6 +68,7 @@ from blockferry.engine.worker.pool_memory import Allocate, make_memory, page_dty
 from blockferry.engine.worker.proposers import ProposerParts, make_proposer
 from blockferry.engine.worker.sampling_state import SamplingState
 from blockferry.engine.worker.spec import WorkerSpec
+from blockferry.engine.worker.state_inputs import StateBlocks, settle_states
 from blockferry.engine.worker.warm_up import warm_up_plans
 from blockferry.kernels.fp8 import CacheScales
 
@@ -101,6 +102,7 @@ class Worker:
         self._rows = RowTable(max_rows=spec.max_rows, max_model_len=spec.max_model_len + 1)
         self._groups: list[GroupTable] = []
         self._tables: list[BlockTable] = []
+        self._states: dict[int, StateBlocks] = {}  # by cache group
         self._sampling = SamplingState(spec.max_rows)
         self._unencoded: dict[int, Int32Array] = {}  # by row: an encoder's input that is still to be read
         self._parallel: Parallel | None = None
@@ -228,6 +230,7 @@ class Worker:
         )
         self._groups = [self._group_table(group, plan.model) for group in plan.ledger.groups]
         self._tables = [group.table for group in self._groups]
+        self._states = {i: group.states for i, group in enumerate(self._groups) if group.states is not None}
         self._cache = _Cache(
             plan=plan,
             views=views,
@@ -279,7 +282,7 @@ class Worker:
         return GroupTable(
             table=table,
             block_size=spec.tokens_per_block,
-            keeps_states=spec.kind is SpecKind.MAMBA,
+            states=StateBlocks(table, spec.tokens_per_block) if spec.kind is SpecKind.MAMBA else None,
             is_cross=spec.kind is SpecKind.CROSS_ATTENTION,
         )
 
@@ -325,6 +328,8 @@ class Worker:
         self._unencoded.pop(row, None)
         for table in self._tables:
             table.clear(row)
+        for states in self._states.values():
+            states.forget(row)
 
     def _compute(self, plan: StepPlan) -> StepResult:
         """Compute the rows, draw, and append what counts; the result means something on the sampler rank only."""
@@ -345,6 +350,7 @@ class Worker:
         token_ids_N = parallel.share_tokens(drawn.token_ids_N) if len(targets) else drawn.token_ids_N
         accepted = accept(targets, token_ids_N)
         self._rows.append_several(plan.rows[plan.sample], accepted.token_ids, accepted.num_tokens_S)
+        settle_states(plan, accepted.num_tokens_S, self._states, cache.views)
         logprobs += cache.output.drawn_logprobs(targets, drawn, accepted)
         step = VerifiedStep(
             plan=plan, hidden_TE=hidden_TE, first_token_R=inputs.first_token_R, num_tokens_S=accepted.num_tokens_S

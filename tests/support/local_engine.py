@@ -27,6 +27,7 @@ from blockferry.engine.scheduler.central import CentralScheduler
 from blockferry.engine.scheduler.instance import Instance
 from blockferry.engine.scheduler.outputs import Route
 from blockferry.engine.wire import RowLogprobs, StepPlan, StepResult, pack, plan_from_bytes
+from blockferry.engine.worker.pool_memory import Allocate
 from blockferry.engine.worker.proposers import make_proposer
 from blockferry.engine.worker.spec import WorkerSpec
 from blockferry.engine.worker.worker import MakeProposer, Worker
@@ -96,11 +97,17 @@ def nan_memory(num_bytes: int) -> np.ndarray:
     return np.full(num_bytes, 0xFF, np.uint8)
 
 
-def start_worker(path: Path, options: EngineOptions, *, make_proposer: MakeProposer = make_proposer) -> Worker:
+def start_worker(
+    path: Path,
+    options: EngineOptions,
+    *,
+    make_proposer: MakeProposer = make_proposer,
+    allocate: Allocate = nan_memory,
+) -> Worker:
     """A lone rank whose pool starts full of NaN."""
     worker = Worker(options.worker_spec(path), make_proposer=make_proposer)
     worker.load()
-    worker.init_cache(options.plan(path), nan_memory)
+    worker.init_cache(options.plan(path), allocate)
     return worker
 
 
