@@ -25,13 +25,11 @@ from blockferry.cluster.plan_facts import facts_of_instance
 from blockferry.cluster.ray_session import NAMESPACE
 from blockferry.cluster.running import InstanceRun, Running
 from blockferry.cluster.scheduler_host import InstanceSettings, WorkerPlace
-from blockferry.cluster.worker_settings import WorkerSettings
+from blockferry.cluster.worker_settings import WorkerSettings, spec_of
 from blockferry.connectors.base import TransferMode
 from blockferry.connectors.handshake import with_common_scales, with_scales_of
 from blockferry.connectors.transport.hosts import Hosts
 from blockferry.engine.config import DeploymentConfig, Role
-from blockferry.engine.kv.model_layers import CacheDType
-from blockferry.engine.worker.spec import WorkerSpec
 
 LOAD_TIMEOUT_S = 1800.0  # weights of a large model over a network disk
 
@@ -68,26 +66,9 @@ def create_ranks(config: DeploymentConfig, instance: InstanceRun, *, hosts: Host
 def _worker_settings(
     config: DeploymentConfig, placed: PlacedInstance, *, tp_rank: int, pp_rank: int, hosts: Hosts
 ) -> WorkerSettings:
-    shape = placed.config
-    spec = WorkerSpec(
-        model_path=config.model.path,
-        dtype=config.model.dtype,
-        cache_dtype=CacheDType(shape.cache.dtype),
-        max_model_len=config.model.max_model_len,
-        max_rows=shape.scheduler.max_num_seqs,
-        max_num_batched_tokens=shape.scheduler.max_num_batched_tokens,
-        layout=shape.cache.layout,
-        device=config.device,
-        num_threads=shape.num_threads,
-        tp_rank=tp_rank,
-        tp_size=shape.tensor_parallel,
-        pp_rank=pp_rank,
-        pp_size=shape.pipeline_parallel,
-        speculation=shape.scheduler.speculation,
-    )
     return WorkerSettings(
         instance_id=placed.instance_id,
-        spec=spec,
+        spec=spec_of(config, placed.config, tp_rank=tp_rank, pp_rank=pp_rank),
         connector=config.connector if is_disaggregated(config) else None,
         deployment=config.name,
         hosts=hosts,

@@ -11,6 +11,7 @@ import typer
 
 from blockferry.cluster import cli_output
 from blockferry.cluster.cli_bench_options import JsonTarget, PlotFile, one_line_errors, own_deployment
+from blockferry.cluster.cli_draft_steps import DRAFT_STEPS_HELP_END, bench_draft_steps
 from blockferry.cluster.cli_handoff import HANDOFF_HELP_END, bench_handoff
 from blockferry.cluster.cli_offload import OFFLOAD_HELP_END, bench_offload
 from blockferry.cluster.cli_speculation import SPECULATION_HELP_END, bench_speculation
@@ -153,6 +154,7 @@ def bench_kv(
         emit(measured, json_target=json_target, plot=None if plot is None else Plot(path=plot, x="rows", names=names))
 
 
+app.command("draft-steps", epilog=DRAFT_STEPS_HELP_END)(bench_draft_steps)
 app.command("handoff", epilog=HANDOFF_HELP_END)(bench_handoff)
 app.command("offload", epilog=OFFLOAD_HELP_END)(bench_offload)
 app.command("speculation", epilog=SPECULATION_HELP_END)(bench_speculation)

@@ -69,6 +69,7 @@ from blockferry.engine.worker.proposers import ProposerParts, make_proposer
 from blockferry.engine.worker.sampling_state import SamplingState
 from blockferry.engine.worker.spec import WorkerSpec
 from blockferry.engine.worker.state_inputs import StateBlocks, settle_states
+from blockferry.engine.worker.step_clock import StepClock, StepPart
 from blockferry.engine.worker.warm_up import warm_up_plans
 from blockferry.kernels.fp8 import CacheScales
 
@@ -86,15 +87,18 @@ class Worker:
         *,
         join: Callable[[WorkerSpec], Parallel] = join,
         make_proposer: MakeProposer = make_proposer,
+        step_clock: StepClock | None = None,
     ) -> None:
         """Sets torch's thread count, so make it before any other use of torch in the process.
 
-        `join` links this rank to the others of its instance, `make_proposer` says who drafts tokens.
+        `join` links this rank to the others of its instance, `make_proposer` says who drafts tokens, and `step_clock`
+        sums up where steps' time goes, for whoever gave it.
         """
         torch.set_num_threads(spec.num_threads)
         self.spec = spec
         self._join = join
         self._make_proposer = make_proposer
+        self._step_clock = step_clock or StepClock()
         self.progress = ComputeProgress()  # which layers of which step are computed, for transfers
         self._dtype = TORCH_DTYPES[spec.dtype]
         self._device = torch.device("cpu" if spec.device is Device.CPU else f"cuda:{spec.device_index}")
@@ -291,6 +295,7 @@ class Worker:
         """Apply and compute one plan; a result on the sampler rank, None on the others."""
         assert self._cache is not None, "init_cache() comes first"
         started_s = time.perf_counter()
+        self._step_clock.begin()
         self._cache.reports.begin(plan.step_id)
         self._apply(plan)
         result = self._compute(plan) if len(plan.rows) else StepResult(step_id=plan.step_id, token_ids=_NO_TOKENS)
@@ -342,6 +347,7 @@ class Worker:
         inputs = build_inputs(plan, self._rows, self._groups, device=self._device)
         targets = targets_of(plan, inputs.last_token_R)
         hidden_TE = cache.runner.forward(inputs)
+        self._step_clock.end(StepPart.FORWARD)
         drawn, logprobs = nothing_drawn(targets), []
         if hidden_TE is not None:
             logprobs = cache.output.prompt_logprobs(plan, inputs, hidden_TE)
@@ -352,14 +358,17 @@ class Worker:
         self._rows.append_several(plan.rows[plan.sample], accepted.token_ids, accepted.num_tokens_S)
         settle_states(plan, accepted.num_tokens_S, self._states, cache.views)
         logprobs += cache.output.drawn_logprobs(targets, drawn, accepted)
+        self._step_clock.end(StepPart.SAMPLING)
         step = VerifiedStep(
             plan=plan, hidden_TE=hidden_TE, first_token_R=inputs.first_token_R, num_tokens_S=accepted.num_tokens_S
         )
+        proposals = cache.proposer.propose(step)
+        self._step_clock.end(StepPart.DRAFTING)
         return StepResult(
             step_id=plan.step_id,
             token_ids=accepted.token_ids,
             num_tokens=accepted.num_tokens_S if len(plan.num_drafts) else _NO_TOKENS,
-            proposals=cache.proposer.propose(step),
+            proposals=proposals,
             logprobs=tuple(logprobs),
         )
 

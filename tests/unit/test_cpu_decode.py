@@ -12,7 +12,8 @@ from support.worker_driver import generate, start_worker, worker_spec
 from blockferry.engine.attention.cpu import CpuAttention
 from blockferry.engine.attention.latent import TorchLatentAttention
 from blockferry.engine.config import DType
-from blockferry.engine.models.cpu_decode import MAX_ROWS, TapedDecode, can_tape
+from blockferry.engine.models.cpu_decode import TapedDecode, can_tape
+from blockferry.engine.models.cpu_layer_tape import MAX_ROWS
 from blockferry.engine.models.cpu_ops import CpuOps
 from blockferry.engine.models.registry import ModelParts, load_model
 from blockferry.engine.models.sharding import RankPlace
