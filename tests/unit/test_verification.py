@@ -11,9 +11,11 @@ from support.draft_driver import DraftDriver, Drafts, Generated
 from support.local_engine import EngineOptions, start_worker
 from support.tiny_families import VOCAB_SIZE, make_prompt
 
+from blockferry.engine.config import DType
 from blockferry.engine.kv.plan import Planner
 from blockferry.engine.request import SamplingParams
 from blockferry.engine.worker.worker import Worker
+from blockferry.kernels.cpu_amx import has_amx
 
 FAMILIES = ("llama", "gemma2", "gpt_oss", "llama4_text", "deepseek_v3")
 NUM_OUTPUT = 40
@@ -98,3 +100,20 @@ def test_a_step_yields_as_many_tokens_as_drafts_are_right_and_one(ground: Ground
     for one in made:
         # the first token is the prompt's, the last step is cut to what is still wanted
         assert set(one.steps[1:-1]) == {count}
+
+
+@pytest.mark.skipif(not has_amx(), reason="whose products of a row do not depend on the rows beside it")
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
+def test_on_tiles_the_numbers_are_those_of_decode_steps_bit_for_bit(
+    family: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    options = dataclasses.replace(OPTIONS, dtype=DType.BFLOAT16)
+    ground = make_ground(tiny_families.checkpoint(family, tmp_path_factory), options)
+
+    made = ground.driver.run(PROMPTS, SAMPLINGS, ground.drafts_of(DRAFTERS["partly right"]), num_output=NUM_OUTPUT)
+    ground.worker.close()
+
+    assert [one.output for one in made] == [one.output for one in ground.plain]
+    for one, plain in zip(made, ground.plain, strict=True):
+        for entry, expected in zip(one.logprobs, plain.logprobs, strict=True):
+            np.testing.assert_array_equal(entry.logprobs, expected.logprobs)
