@@ -130,6 +130,7 @@ class LocalPair:
         mover, other = (PREFILL, DECODE) if mode is TransferMode.PUSH else (DECODE, PREFILL)
         self._sides[mover].connect(self._sides[other])
         instances = [side.scheduled for side in self._sides.values()]
+        self.instances = {one.instance_id: one for one in instances}
         self.ledgers: dict[str, KVCacheManager] = {one.instance_id: one.kv for one in instances}
         self.central = CentralScheduler(
             instances,

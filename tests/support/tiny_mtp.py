@@ -8,6 +8,7 @@ transformers' own decoder layer in them.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import json
 import shutil
@@ -22,8 +23,17 @@ from support.tiny_families import FAMILIES, build, load_reference, one_thread
 
 from blockferry.engine.config import DraftMethod, SpeculationConfig
 
+
+class Likeness(enum.Enum):
+    """How modules relate to their model."""
+
+    NONE = "none"  # everything matters, and nothing that is drafted is ever right
+    SOME = "some"  # a token mostly follows from the one before it: of the drafts a part is right
+
+
 LAST_LAYER = {"llama": 3, "deepseek_v3": 3, "qwen3_next": 3, "qwen3_5": 7}
 _STD = 0.16
+_QUIET, _LOUD = 0.05, 10.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +52,18 @@ class MtpCheckpoint:
 
 
 def build_mtp(
-    family: str, folder: Path, *, num_modules: int = 1, shortlist: Sequence[int] | None = None
+    family: str,
+    folder: Path,
+    *,
+    num_modules: int = 1,
+    shortlist: Sequence[int] | None = None,
+    likeness: Likeness = Likeness.NONE,
 ) -> MtpCheckpoint:
     """Write the family's tiny checkpoint with modules; those of llama into a head folder, with its shortlist."""
     base = build(FAMILIES[family], folder / "tiny_families")
-    name = f"{family}-{num_modules}" + ("" if shortlist is None else f"-{len(shortlist)}")
+    if likeness is Likeness.SOME:
+        base = _soften(base, folder / "tiny_mtp" / f"{family}-base")
+    name = f"{family}-{num_modules}-{likeness.value}" + ("" if shortlist is None else f"-{len(shortlist)}")
     target = folder / "tiny_mtp" / name
     is_head = family == "llama"
     checkpoint = MtpCheckpoint(
@@ -60,6 +77,8 @@ def build_mtp(
     generator = torch.Generator().manual_seed(23)
     tensors = load_file(base / "model.safetensors")
     modules = _modules(family, tensors, num_modules, generator)
+    if likeness is Likeness.SOME:
+        modules = {name: _softened(name, value, tensors, generator) for name, value in modules.items()}
     config = json.loads((base / "config.json").read_text())
     target.mkdir(parents=True)
     if is_head:
@@ -78,6 +97,38 @@ def build_mtp(
     save_file({**tensors, **modules}, target / "model.safetensors", metadata={"format": "pt"})
     (target / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": num_modules}))
     return checkpoint
+
+
+def _soften(base: Path, target: Path) -> Path:
+    """A copy of a checkpoint whose layers say little beside a token's embedding."""
+    if not (target / "config.json").is_file():
+        tensors = load_file(base / "model.safetensors")
+        tensors = {name: value * (_QUIET if _ends_a_branch(name) else 1.0) for name, value in tensors.items()}
+        tensors["model.embed_tokens.weight"] *= _LOUD
+        target.mkdir(parents=True)
+        save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+        shutil.copy(base / "config.json", target)
+    return target
+
+
+def _softened(
+    name: str, value: torch.Tensor, tensors: dict[str, torch.Tensor], generator: torch.Generator
+) -> torch.Tensor:
+    """A module's tensor such that it mostly says what such a model says of the next token."""
+    if name.endswith(("eh_proj.weight", "mtp.fc.weight")):
+        noise = 0.002 * torch.randn(value.shape, generator=generator)
+        return noise + 0.1 * torch.eye(len(value), 2 * len(value))
+    if name.endswith(("shared_head.norm.weight", "mtp.norm.weight")):
+        return tensors["model.norm.weight"].clone()
+    if name.endswith("enorm.weight"):
+        return torch.ones_like(value)
+    if name.endswith("pre_fc_norm_embedding.weight"):
+        return torch.zeros_like(value)
+    return value * (_QUIET / 2 if _ends_a_branch(name) else 1.0)
+
+
+def _ends_a_branch(name: str) -> bool:
+    return any(part in name for part in ("o_proj", "down_proj", "out_proj"))
 
 
 def _modules(
