@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.checkpoints import make_checkpoint
 from support.cluster import complete
-from support.tiny_tokenizers import byte_level
+from support.tiny_mtp import Likeness, build_mtp
 
 from blockferry.cluster import bring_up
 from blockferry.cluster.deployment import Deployment, load_deployment
@@ -31,10 +30,11 @@ from blockferry.engine.request import SamplingParams
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SAMPLING = SamplingParams(temperature=0.8, seed=5, max_tokens=40)
-PROMPTS = [[(seed * 37 + position * 11) % 390 + 3 for position in range(120)] for seed in range(6)]
+PROMPTS = [[(seed * 37 + position * 11) % 180 + 3 for position in range(120)] for seed in range(6)]
 TEXT = """
 model: {{path: {model}, dtype: float32, max_model_len: 256}}
 cache: {{num_blocks: 24}}
+speculation: {speculation}
 instances: [{{role: mixed, offload: {{cpu_gib: 0.01}}}}]
 """
 
@@ -48,12 +48,12 @@ class Rank:
     host: WorkerHost
 
 
-@pytest.fixture
-def rank(tmp_path: Path) -> Iterator[Rank]:
-    model = make_checkpoint(tmp_path / "tiny", "llama", vocab_size=400)
-    byte_level()._backend.save(str(model / "tokenizer.json"))
+@pytest.fixture(params=["plain", "drafting"])
+def rank(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rank]:
+    model = build_mtp("llama", tmp_path, likeness=Likeness.SOME)
+    speculation = f"{{method: mtp, head: {model.head_path}}}" if request.param == "drafting" else "{}"
     file = tmp_path / "deployment.yaml"
-    file.write_text(f"name: host-{os.getpid()}\n{TEXT.format(model=model)}")
+    file.write_text(f"name: host-{os.getpid()}\n{TEXT.format(model=model.path, speculation=speculation)}")
     deployment = load_deployment(file)
     config = deployment.config
     instance = Running(deployment=deployment, hosts=Hosts.ONE).name_next(0)
@@ -104,6 +104,7 @@ def answers(loop: SchedulerLoop) -> list[list[int]]:
             done = await asyncio.gather(*(complete(client, prompt, SAMPLING) for prompt in PROMPTS))
             (instance,) = (await client.status())["instances"]
             assert instance["tiers"]["memory_stored_blocks"] > 0
+            assert instance["speculation"] is None or instance["speculation"]["num_accepted"] > 0
             return [one.token_ids for one in done]
         finally:
             client.close()
