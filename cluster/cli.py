@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer._click.exceptions import ClickException
 
-from blockferry.cluster import cli_bench, cli_kv, cli_output, cli_plan, cli_scale
+from blockferry.cluster import cli_bench, cli_kv, cli_output, cli_plan, cli_scale, cli_train
 from blockferry.cluster.interrupt import Interrupted, stop_signals, until_stopped
 from blockferry.cluster.launch_progress import Progress, Report
 from blockferry.cluster.shipped import find_config
@@ -38,6 +38,7 @@ app.add_typer(cli_kv.app, name="kv")
 app.command("plan")(cli_plan.plan_command)
 app.command("scale")(cli_scale.scale)
 app.command("restart")(cli_scale.restart)
+app.command("train-draft")(cli_train.train_draft)
 
 ConfigFile = Annotated[
     Path,

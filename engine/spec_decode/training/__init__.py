@@ -1,0 +1,1 @@
+"""Training of a draft head for a checkpoint that came without one."""
