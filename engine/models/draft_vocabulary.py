@@ -44,10 +44,15 @@ class DraftVocabulary:
         """(values, tokens) [S] each."""
         num_rows = len(self._token_ids_V)
         if not num_rows:
-            value_S = torch.full((len(normed_SE),), -torch.inf, dtype=torch.float64, device=normed_SE.device)
+            value_S = torch.full((len(normed_SE),), -torch.inf, device=normed_SE.device)
             return value_S, torch.zeros(len(normed_SE), dtype=torch.int64, device=normed_SE.device)
-        value_S, place_S = self._head(normed_SE)[:, :num_rows].max(dim=-1)
-        return value_S.double(), self._token_ids_V[place_S]
+        logits_SV = self._head(normed_SE)[:, :num_rows]
+        if logits_SV.device.type == "cpu":  # NumPy's argmax is vectorised where torch's is not
+            place_S = torch.from_numpy(logits_SV.float().numpy().argmax(axis=-1))
+            value_S = logits_SV.gather(1, place_S[:, None])[:, 0]
+        else:
+            value_S, place_S = logits_SV.max(dim=-1)
+        return value_S, self._token_ids_V[place_S]
 
 
 def check_shortlist(token_ids: torch.Tensor, vocab_size: int, *, name: str) -> None:

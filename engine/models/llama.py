@@ -23,6 +23,7 @@ from blockferry.engine.models.blocks import (
 from blockferry.engine.models.config import DecoderConfig, dense_config
 from blockferry.engine.models.decoder import Build, Decoder
 from blockferry.engine.models.layers import rope_table
+from blockferry.engine.models.mtp import DraftLayer
 from blockferry.engine.models.tape_source import DenseLayer, TapeSource
 
 
@@ -33,10 +34,11 @@ def build_llama(build: Build) -> Decoder:
     return Decoder(build, [layer.whole for layer in stage], tape_source=_tape_source(build, config, stage, cos_sin))
 
 
-def llama_layers(build: Build, numbers: Sequence[int]) -> list[PreNormLayer]:
-    """Layers model.layers.NUMBER, for whoever needs no tape. Raises as build_llama."""
+def llama_draft_layers(build: Build, numbers: Sequence[int]) -> list[DraftLayer]:
+    """Layers model.layers.NUMBER, each by itself. Raises as build_llama."""
     config, cos_sin = dense_config(build.header), _cos_sin(build)
-    return [_Layer(build, number, config, cos_sin).whole for number in numbers]
+    layers = [_Layer(build, number, config, cos_sin) for number in numbers]
+    return [DraftLayer(layer=one.whole, source=_tape_source(build, config, [one], cos_sin)) for one in layers]
 
 
 def _cos_sin(build: Build) -> torch.Tensor:

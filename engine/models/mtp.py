@@ -27,6 +27,15 @@ from blockferry.engine.models.draft_vocabulary import DraftVocabulary
 from blockferry.engine.models.layers import Linear
 from blockferry.engine.models.ops import LayerOps
 from blockferry.engine.models.step import Step
+from blockferry.engine.models.tape_source import TapeSource
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DraftLayer:
+    """A module's decoder layer as its family reads it."""
+
+    layer: Layer
+    source: TapeSource | None = None  # of this layer alone, where a whole pass may run as one call (cpu_draft.py)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +46,7 @@ class MtpModule:
     embedding_norm_E: torch.Tensor
     hidden_norm_E: torch.Tensor
     projection: Linear  # 2 E -> E: embedding, then hidden state
-    layer: Layer
+    draft_layer: DraftLayer
     last_norm_E: torch.Tensor
 
 
@@ -66,7 +75,7 @@ class Drafter:
     def __init__(self, modules: Sequence[MtpModule], shared: SharedParts, *, hands_on_normed: bool) -> None:
         self.modules = modules
         self._shared = shared
-        self._hands_on_normed = hands_on_normed
+        self.hands_on_normed = hands_on_normed
 
     def normed(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         """Hidden i of the first module, from what the model's layers made."""
@@ -74,19 +83,23 @@ class Drafter:
 
     def forward(self, depth: int, token_ids_T: torch.Tensor, hidden_TE: torch.Tensor, step: Step) -> DraftOutput:
         """Run module `depth`, from 0 on, over tokens i+1+depth at positions i of the step. hidden keeps its values."""
-        module, shared = self.modules[depth], self._shared
-        embedded_TE = self._norm(shared.embed(token_ids_T), module.embedding_norm_E)
-        hidden_TE = self._norm(hidden_TE, module.hidden_norm_E)
+        module = self.modules[depth]
+        embedded_TE, _ = self._norm(self.embed(token_ids_T), None, module.embedding_norm_E)
+        hidden_TE, _ = self._norm(hidden_TE, None, module.hidden_norm_E)
         x_TE = module.projection(torch.cat((embedded_TE, hidden_TE), dim=-1))
-        x_TE, residual_TE = module.layer.forward(x_TE, None, step)
-        if residual_TE is not None:
-            x_TE = residual_TE + x_TE
-        normed_TE = self._norm(x_TE, module.last_norm_E)
-        return DraftOutput(handed_on_TE=normed_TE if self._hands_on_normed else x_TE, normed_TE=normed_TE)
+        x_TE, residual_TE = module.draft_layer.layer.forward(x_TE, None, step)
+        normed_TE, x_TE = self._norm(x_TE, residual_TE, module.last_norm_E)
+        return DraftOutput(handed_on_TE=normed_TE if self.hands_on_normed else x_TE, normed_TE=normed_TE)
 
     def best_tokens(self, normed_SE: torch.Tensor) -> torch.Tensor:
         """int64 [S], on every rank of the stage: the most likely tokens of the draft vocabulary."""
         return self._shared.vocabulary.best(normed_SE)
 
-    def _norm(self, x_TE: torch.Tensor, weight_E: torch.Tensor) -> torch.Tensor:
-        return self._shared.ops.add_rms_norm(x_TE, None, weight_E, self._shared.norm_eps)[0]
+    def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """What a module reads of tokens, [T, E]."""
+        return self._shared.embed(token_ids_T)
+
+    def _norm(
+        self, x_TE: torch.Tensor, residual_TE: torch.Tensor | None, weight_E: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._shared.ops.add_rms_norm(x_TE, residual_TE, weight_E, self._shared.norm_eps)

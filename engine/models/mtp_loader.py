@@ -22,11 +22,12 @@ from blockferry.engine.models.decoder import Build, Decoder, Layer, read_vocab
 from blockferry.engine.models.deepseek import deepseek_layers
 from blockferry.engine.models.draft_vocabulary import DraftVocabulary, check_shortlist
 from blockferry.engine.models.layers import Linear, VocabEmbedding, make_linear
-from blockferry.engine.models.llama import llama_layers
-from blockferry.engine.models.mtp import Drafter, MtpModule, SharedParts
+from blockferry.engine.models.llama import llama_draft_layers
+from blockferry.engine.models.mtp import Drafter, DraftLayer, MtpModule, SharedParts
 from blockferry.engine.models.qwen3_next import qwen3_next_draft_layers
 
 SHORTLIST = "draft_token_ids"
+_TILE_ROWS = 32  # of kernels.cpu_linear, which takes no other heights
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,19 +40,27 @@ class ModuleNames:
     last_norm: str = "model.layers.{}.shared_head.norm.weight"
 
 
+ReadLayers = Callable[[Build, Sequence[int]], Sequence[DraftLayer]]
+
+
+def _untaped(read: Callable[[Build, Sequence[int]], Sequence[Layer]]) -> ReadLayers:
+    """Layers that no tape can be recorded from."""
+    return lambda build, numbers: [DraftLayer(layer=layer) for layer in read(build, numbers)]
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DraftFamily:
     """How one family's modules are read, and what they hand on."""
 
-    layers: Callable[[Build, Sequence[int]], Sequence[Layer]]
+    layers: ReadLayers
     names: ModuleNames = ModuleNames()
     norm_offset: float = 0.0
     hands_on_normed: bool
 
 
-_LLAMA = DraftFamily(layers=llama_layers, hands_on_normed=False)
+_LLAMA = DraftFamily(layers=llama_draft_layers, hands_on_normed=False)
 _QWEN3_NEXT = DraftFamily(
-    layers=qwen3_next_draft_layers,
+    layers=_untaped(qwen3_next_draft_layers),
     names=ModuleNames(
         embedding_norm="mtp.pre_fc_norm_embedding.weight",
         hidden_norm="mtp.pre_fc_norm_hidden.weight",
@@ -63,7 +72,7 @@ _QWEN3_NEXT = DraftFamily(
 )
 DRAFT_FAMILIES: Mapping[str, DraftFamily] = {
     **dict.fromkeys(DENSE_ARCHITECTURES, _LLAMA),
-    "DeepseekV3ForCausalLM": DraftFamily(layers=deepseek_layers, hands_on_normed=True),
+    "DeepseekV3ForCausalLM": DraftFamily(layers=_untaped(deepseek_layers), hands_on_normed=True),
     "Qwen3NextForCausalLM": _QWEN3_NEXT,
     "Qwen3_5ForCausalLM": _QWEN3_NEXT,
     "Qwen3_5MoeForCausalLM": _QWEN3_NEXT,
@@ -92,7 +101,7 @@ def build_drafter(model: Decoder, base: Build, modules: Build, numbers: Sequence
     return Drafter(read, shared, hands_on_normed=family.hands_on_normed)
 
 
-def _read_module(build: Build, family: DraftFamily, number: int, layer: Layer) -> MtpModule:
+def _read_module(build: Build, family: DraftFamily, number: int, draft_layer: DraftLayer) -> MtpModule:
     names, weights, hidden_size = family.names, build.weights, build.header.hidden_size
 
     def norm(name: str) -> torch.Tensor:
@@ -103,7 +112,7 @@ def _read_module(build: Build, family: DraftFamily, number: int, layer: Layer) -
         embedding_norm_E=norm(names.embedding_norm),
         hidden_norm_E=norm(names.hidden_norm),
         projection=weights.linear(names.projection.format(number), (hidden_size, 2 * hidden_size)),
-        layer=layer,
+        draft_layer=draft_layer,
         last_norm_E=norm(names.last_norm),
     )
 
@@ -129,7 +138,8 @@ def _vocabulary(model: Decoder, base: Build, modules: Build) -> DraftVocabulary:
 
 
 def _rows_of_head(model: Decoder, base: Build, rows_V: torch.Tensor) -> Linear:
-    """Those rows of this rank's part of the head, in memory of their own; at least one, which may be padding."""
+    """Those rows of this rank's part of the head, in memory of their own, and padding to whole tiles of its kernels."""
     head_VE = read_vocab(base, model.ends.head_name_of(base.header))
-    rows_V = rows_V if len(rows_V) else torch.zeros(1, dtype=torch.int64, device=rows_V.device)
+    num_padding = -len(rows_V) % _TILE_ROWS if len(rows_V) else 1
+    rows_V = torch.cat((rows_V, torch.zeros(num_padding, dtype=torch.int64, device=rows_V.device)))
     return make_linear(head_VE.index_select(0, rows_V))

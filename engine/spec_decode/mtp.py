@@ -26,13 +26,13 @@ import torch
 from numpy.typing import NDArray
 
 from blockferry.engine.models.mtp import Drafter
-from blockferry.engine.models.step import Step
 from blockferry.engine.request import BoolArray, Int32Array, Int64Array
 from blockferry.engine.rows import RowTable
 from blockferry.engine.spec_decode.base import VerifiedStep, no_drafts
 from blockferry.engine.spec_decode.final_tokens import FinalTokens, final_tokens
 from blockferry.engine.spec_decode.hidden_tails import HiddenTails
 from blockferry.engine.worker.block_table import PAD_SLOT_ID
+from blockferry.engine.worker.draft_compute import DraftCompute
 from blockferry.engine.worker.inputs import GroupTable, build_inputs
 from blockferry.engine.worker.paged_caches import GroupMetadata, PagedCaches
 
@@ -54,11 +54,12 @@ class DraftPages:
 class MtpProposer:
     """See DraftProposer. Of a rank that computes modules."""
 
-    def __init__(self, drafter: Drafter, rows: RowTable, pages: DraftPages) -> None:
-        """`rows` are the worker's; drafts are written behind their tokens."""
+    def __init__(self, drafter: Drafter, rows: RowTable, pages: DraftPages, compute: DraftCompute) -> None:
+        """`rows` are the worker's; drafts are written behind their tokens. `compute` runs the drafter's modules."""
         self._drafter = drafter
         self._rows = rows
         self._pages = pages
+        self._compute = compute
         self._draft_groups = pages.draft_groups(drafter)
         self._tails = HiddenTails(max_rows=len(rows.num_tokens), num_kept=len(drafter.modules) - 1)
 
@@ -87,8 +88,13 @@ class MtpProposer:
             # beyond the known tokens: any, so that no key is left out; those are computed again once they are known
             next_T = np.minimum(order.positions_T + depth + 1, num_known_R[order.plan_row_T] - 1)
             token_ids_T = self._rows.token_ids[order.rows_T, next_T]
-            self._pages.caches.begin(self._whole(inputs.metadata))
-            output = self._drafter.forward(depth, self._to(token_ids_T), hidden_TE, self._step(inputs.positions_T))
+            output = self._compute.forward(
+                depth,
+                self._to(token_ids_T),
+                hidden_TE,
+                positions_T=inputs.positions_T,
+                metadata=self._whole(inputs.metadata),
+            )
             hidden_TE = output.handed_on_TE
             if depth < drafts_SK.shape[1] and len(drafts_SK):
                 drafts_SK[:, depth] = self._best(output.normed_TE[self._to(last_S)])
@@ -104,10 +110,13 @@ class MtpProposer:
             has_slot_S = position_S < limit_S
             plan = tokens.alone(np.minimum(position_S, limit_S - 1))
             inputs = build_inputs(plan, self._rows, self._tables, device=self._pages.device)
-            self._pages.caches.begin(self._whole(_without(inputs.metadata, ~has_slot_S)))
             positions_S = self._to(np.minimum(position_S, self._pages.max_model_len - 1).astype(np.int64))
-            output = self._drafter.forward(
-                last, self._to(drafts_SK[:, number - 1].copy()), hidden_SE, self._step(positions_S)
+            output = self._compute.forward(
+                last,
+                self._to(drafts_SK[:, number - 1].copy()),
+                hidden_SE,
+                positions_T=positions_S,
+                metadata=self._whole(_without(inputs.metadata, ~has_slot_S)),
             )
             hidden_SE = output.handed_on_TE
             drafts_SK[:, number] = self._best(output.normed_TE)
@@ -122,9 +131,6 @@ class MtpProposer:
         for group, one in zip(self._draft_groups, metadata, strict=True):
             whole[group] = one
         return whole
-
-    def _step(self, positions_T: torch.Tensor) -> Step:
-        return Step(positions_T=positions_T, caches=self._pages.caches)
 
     def _best(self, normed_SE: torch.Tensor) -> Int32Array:
         best_S: Int32Array = self._drafter.best_tokens(normed_SE).int().cpu().numpy()

@@ -13,13 +13,16 @@ from blockferry.engine.attention.latent import TorchLatentAttention
 from blockferry.engine.config import Device, DType
 from blockferry.engine.kv.model_layers import CacheDType
 from blockferry.engine.models.cpu_decode import TapedDecode, can_tape
+from blockferry.engine.models.cpu_draft import TapedModule, can_tape_module
 from blockferry.engine.models.cpu_ops import CpuOps
 from blockferry.engine.models.decoder import Decoder
+from blockferry.engine.models.mtp import Drafter
 from blockferry.engine.models.ops import LayerOps
 from blockferry.engine.models.state_ops import StateOps
 from blockferry.engine.models.state_passes import StateOpsInPasses
 from blockferry.engine.models.step import LayerDone
 from blockferry.engine.models.torch_state_ops import TorchStateOps
+from blockferry.engine.worker.draft_compute import DraftCompute, LayeredDrafts, TapedDrafts
 from blockferry.engine.worker.inputs import EncoderInput
 from blockferry.engine.worker.model_runner import LayerByLayer, LayerCompute
 from blockferry.engine.worker.page_views import TORCH_BLOCKS, BlockOps
@@ -78,20 +81,34 @@ def layer_compute(device: Device, model: Decoder, caches: PagedCaches, layer_don
     by_layer = LayerByLayer(model, caches, layer_done)
     pages = [caches.pages.attention[number].tensors[0] for number in sorted(caches.pages.attention)]
     if can_tape(model, pages):
-        return TapedWhereAccepted(TapedDecode(model, pages), by_layer)
+        group = caches.pages.attention[model.shard.layers.start].group  # all layers that can be taped are of one
+        return TapedWhereAccepted(TapedDecode(model, pages), group, by_layer)
+    return by_layer
+
+
+def draft_compute(device: Device, drafter: Drafter, caches: PagedCaches) -> DraftCompute:
+    """How a stage's modules that draft are computed, likewise."""
+    by_layer = LayeredDrafts(drafter, caches)
+    pages = [caches.pages.attention[module.number] for module in drafter.modules]
+    if device is not Device.CPU:
+        return by_layer
+    if all(can_tape_module(module, one.tensors[0]) for module, one in zip(drafter.modules, pages, strict=True)):
+        taped = [TapedModule(drafter, depth, one.tensors[0]) for depth, one in enumerate(pages)]
+        return TapedDrafts(taped, [one.group for one in pages], by_layer)
     return by_layer
 
 
 class TapedWhereAccepted:
     """Decode steps on tape, all others layer by layer."""
 
-    def __init__(self, taped: TapedDecode, otherwise: LayerCompute) -> None:
+    def __init__(self, taped: TapedDecode, group: int, otherwise: LayerCompute) -> None:
         self._taped = taped
+        self._group = group
         self._otherwise = otherwise
 
     def forward(self, x_TE: torch.Tensor, positions_T: torch.Tensor, metadata: Sequence[GroupMetadata]) -> torch.Tensor:
         """See LayerCompute."""
-        attention = metadata[0].attention  # all layers that can be taped are of one group
+        attention = metadata[self._group].attention
         if attention is not None and self._taped.accepts(attention):
             return self._taped.forward(x_TE, positions_T, attention)
         return self._otherwise.forward(x_TE, positions_T, metadata)

@@ -9,6 +9,7 @@ from blockferry.engine.models.mtp import Drafter
 from blockferry.engine.rows import RowTable
 from blockferry.engine.spec_decode.base import DraftProposer, NoProposer
 from blockferry.engine.spec_decode.mtp import DraftPages, MtpProposer
+from blockferry.engine.worker.backends import draft_compute
 from blockferry.engine.worker.spec import WorkerSpec
 
 
@@ -26,7 +27,8 @@ def make_proposer(parts: ProposerParts) -> DraftProposer:
     """The proposer of spec.speculation; one that proposes nothing without it, and where others draft."""
     spec, speculation = parts.spec, parts.spec.speculation
     if parts.drafter is not None:
-        return MtpProposer(parts.drafter, parts.rows, parts.pages)
+        compute = draft_compute(spec.device, parts.drafter, parts.pages.caches)
+        return MtpProposer(parts.drafter, parts.rows, parts.pages, compute)
     if speculation is not None and speculation.method is DraftMethod.NGRAM and spec.is_sampler:
         from blockferry.engine.spec_decode.ngram import NgramProposer  # loads numba, which GPU workers rarely need
 
