@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.sim_drafts import SimDrafts
-from support.sim_families import SPECS, can_cache
+from support.sim_families import SPECS, can_cache, num_state_groups
 from support.simulator import VOCAB_SIZE, Shape, SimCluster
 
 from blockferry.engine.config import Role
@@ -57,6 +57,8 @@ def suit_family(shape, family: str) -> None:
     """Make a drawn shape one that a family's caches allow."""
     shape["num_blocks"] = 1 + (shape["num_blocks"] - 1) * len(SPECS[family](1))
     shape["enable_caching"] &= can_cache(family)
+    if shape["drafts"] is not None:  # each takes a state of its own
+        shape["num_blocks"] += 2 * shape["drafts"].num_tokens * num_state_groups(family)
 
 
 class SchedulerMachine(RuleBasedStateMachine):

@@ -88,6 +88,11 @@ def can_cache(name: str) -> bool:
     return name != "running states only"
 
 
+def num_state_groups(name: str) -> int:
+    """Groups of the family that keep recurrent states."""
+    return sum(isinstance(spec, MambaSpec) for spec in SPECS[name](1))
+
+
 def largest_step(name: str, block_size: int) -> int:
     """Least common multiple of the family's blocks: what retention intervals are counted in."""
     return math.lcm(*(spec.tokens_per_block for spec in SPECS[name](block_size)))

@@ -25,3 +25,11 @@ def test_nothing_is_kept_of_instances_whose_requests_have_ended():
     for number in range(3):
         table.close(table.open(b"client", number, ROUTE))
     assert table._num_assigned == {}
+
+
+def test_several_tokens_of_a_request_are_gathered_in_their_order():
+    table = ClientTable()
+    first, second = (table.open(b"client", number, ROUTE) for number in (7, 8))
+    table.tokens([first, first, second, first], [1, 2, 3, 4])
+    batch = table.take_batches()[b"client"]
+    assert (batch.handles, batch.token_ids) == ([7, 7, 8, 7], [1, 2, 3, 4])

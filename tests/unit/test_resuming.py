@@ -228,6 +228,14 @@ def test_stats_tell_what_all_submissions_cost():
     assert (end.stats.num_output_tokens, end.stats.num_resumes) == (8, 1)
 
 
+def test_drafts_of_all_submissions_are_counted():
+    answer = submitted()
+    answer.on_output(cut(1, 2, num_drafted_tokens=6, num_accepted_tokens=1), 1.0)
+    answer.submit()
+    end = answer.on_output(whole(3, num_drafted_tokens=3, num_accepted_tokens=2), 2.0)
+    assert (end.stats.num_drafted_tokens, end.stats.num_accepted_tokens) == (9, 3)
+
+
 def test_attempts_that_nobody_took_in_are_no_resumes():
     answer = submitted()
     answer.on_output(cut(5), 0.0)
