@@ -31,8 +31,8 @@ _KV_HELP_END = (
     "--json writes one document: command, version, machine and results, each with name, params, value (the median of "
     "runs), unit and runs.\n\n"
     "Names and their params: decode_step: rows, groups, mix, block_size. scheduler_step: rows, groups, block_size, "
-    "drafts (of each row), acceptance. ratio, with drafts over without: of (scheduler_step), and its params. "
-    "route: tokens, held (by all instances or none), instances, block_size. "
+    "drafts (most of a row), is_adaptive, acceptance. ratio, with drafts over without: of (scheduler_step) and its "
+    "params. route: tokens, held (by all instances or none), instances, block_size. "
     "prefill: tokens, shared (cached share of the prompt), groups, mix, block_size. churn: blocks, requests, groups, "
     "mix, block_size. pool_start: blocks, groups. pool_bytes: blocks, groups, block_size."
 )

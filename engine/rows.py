@@ -52,7 +52,11 @@ class RowTable:
         return num_tokens
 
     def append_several(
-        self, rows: Int32Array, token_ids: Int32Array, counts: Int32Array, index: NDArray[np.intp] | None = None
+        self,
+        rows: NDArray[np.integer],
+        token_ids: Int32Array,
+        counts: Int32Array,
+        index: NDArray[np.intp] | None = None,
     ) -> Int32Array:
         """Append counts [R] tokens to each of `rows` (no row twice), token_ids [sum(counts)] row by row.
 

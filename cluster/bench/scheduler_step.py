@@ -2,12 +2,13 @@
 
 Every row holds a prompt of its own length, so that in each step one row in block_size crosses into a new block,
 which is allocated, and one fills a block, which is hashed and cached. Stop ids are checked as in real use. Beside it
-the same with drafts, of which most are accepted, so that a step yields about three tokens per row and fills three times
-as many blocks; how many drafts a row wants is learned all the while.
+the same with drafts, where a step yields two to three tokens per row, and so fills two to three times as many blocks.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import statistics
 import time
 from collections.abc import Sequence
 
@@ -30,43 +31,118 @@ PROMPT_LENGTHS = (64, 192)  # drawn uniformly
 STOP_TOKEN_IDS = (0, 2)
 VOCAB_SIZE = 49152
 STEPS_PER_RUN = 8 * BLOCK_SIZE  # every row crosses eight blocks, or more
-NUM_DRAFTS = 3  # of every row in every step
-ACCEPTANCE = 0.8  # of each draft, where those before it were accepted
+NUM_DRAFTS = 3  # of a row in a step
 INSTANCE_ID = "bench"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Drafting:
+    """How every row drafts; each draft is accepted with this chance where those before it were."""
+
+    is_adaptive: bool
+    acceptance: float
+
+    @property
+    def config(self) -> SpeculationConfig:
+        """What the instance is told."""
+        return SpeculationConfig(method=DraftMethod.NGRAM, num_tokens=NUM_DRAFTS, is_adaptive=self.is_adaptive)
+
+
+# of half of the drafts accepted a row that adapts would verify fewer; of four in five it verifies nearly all
+DRAFTINGS = (Drafting(is_adaptive=False, acceptance=0.5), Drafting(is_adaptive=True, acceptance=0.8))
 
 
 def measure(num_rows: Sequence[int] = (256, 1024), *, num_runs: int = 5) -> list[Result]:
     """Results of each row count: scheduler_step without and with drafts, and ratio, the latter over the former.
 
-    scheduler_step is milliseconds of schedule + update, mean of a run's steps. Both take turns, run by run.
+    scheduler_step is milliseconds of schedule + update: a run's median step, as other processes' turns do not count.
+    They take turns, run by run.
     """
     return [result for rows in num_rows for result in _measure_rows(rows, num_runs)]
 
 
 def _measure_rows(num_rows: int, num_runs: int) -> list[Result]:
-    generator = np.random.default_rng(0)
-    num_steps = STEPS_PER_RUN * (num_runs + 1)
-    sides = [_fill(num_rows, num_drafts=drafts, num_steps=num_steps, generator=generator) for drafts in (0, NUM_DRAFTS)]
-    for central in sides:
-        _time_steps(central, generator)  # warm-up
-    runs = [[1e3 * _time_steps(central, generator) / STEPS_PER_RUN for central in sides] for _ in range(num_runs)]
+    benches = [_Bench(num_rows, drafting, num_runs=num_runs) for drafting in (None, *DRAFTINGS)]
+    for bench in benches:
+        bench.time_step()  # warm-up
+    runs = np.array([[1e3 * bench.time_step() for bench in benches] for _ in range(num_runs)])
     params = {"rows": num_rows, "groups": 1, "block_size": BLOCK_SIZE}
-    drafting = {**params, "drafts": NUM_DRAFTS, "acceptance": ACCEPTANCE}
-    return [
-        Result(name="scheduler_step", params={**params, "drafts": 0}, unit="ms", runs=[plain for plain, _ in runs]),
-        Result(name="scheduler_step", params=drafting, unit="ms", runs=[drafted for _, drafted in runs]),
-        Result(
-            name="ratio",
-            params={"of": "scheduler_step", **drafting},
-            unit="1",
-            runs=[one / other for other, one in runs],
-        ),
-    ]
+    plain = runs[:, 0]
+    results = [Result(name="scheduler_step", params={**params, "drafts": 0}, unit="ms", runs=plain.tolist())]
+    for drafting, drafted in zip(DRAFTINGS, runs.T[1:], strict=True):
+        mine = {**params, "drafts": NUM_DRAFTS, **dataclasses.asdict(drafting)}
+        results.append(Result(name="scheduler_step", params=mine, unit="ms", runs=drafted.tolist()))
+        ratio = (drafted / plain).tolist()
+        results.append(Result(name="ratio", params={"of": "scheduler_step", **mine}, unit="1", runs=ratio))
+    return results
 
 
-def _fill(num_rows: int, *, num_drafts: int, num_steps: int, generator: np.random.Generator) -> CentralScheduler:
-    """A scheduler whose every row decodes and has num_steps and more to go."""
-    max_model_len = PROMPT_LENGTHS[1] + (num_steps + num_rows + 16) * (1 + num_drafts)
+class _Bench:
+    """A scheduler whose every row decodes, and the model's part played by dice."""
+
+    def __init__(self, num_rows: int, drafting: Drafting | None, *, num_runs: int) -> None:
+        self._generator = np.random.default_rng(0)
+        self._acceptance = 0.0 if drafting is None else drafting.acceptance
+        self._central = _make(num_rows, drafting, num_steps=STEPS_PER_RUN * (num_runs + 1))
+        self._fill(num_rows, most_tokens=1 if drafting is None else 1 + NUM_DRAFTS)
+
+    def time_step(self) -> float:
+        """Seconds that the median of STEPS_PER_RUN steps takes in plan() and commit()."""
+        steps_s = []
+        for _ in range(STEPS_PER_RUN):
+            started_s = time.perf_counter()
+            plan = self._central.plan(INSTANCE_ID)
+            planned_s = time.perf_counter() - started_s
+            assert plan is not None, "every row has tokens to go"
+            result = self._result(plan)
+            started_s = time.perf_counter()
+            self._central.commit(INSTANCE_ID, result)
+            steps_s.append(planned_s + time.perf_counter() - started_s)
+        return statistics.median(steps_s)
+
+    def _fill(self, num_rows: int, *, most_tokens: int) -> None:
+        """Add requests and compute their prompts."""
+        for handle in range(num_rows):
+            num_prompt_tokens = int(self._generator.integers(*PROMPT_LENGTHS))
+            request = Request(
+                request_id=str(handle),
+                handle=handle,
+                prompt_token_ids=self._tokens(num_prompt_tokens),
+                sampling=SamplingParams(max_tokens=1 << 30, stop_token_ids=STOP_TOKEN_IDS, seed=0),
+                arrival_s=0.0,
+            )
+            self._central.add(request, Route(prefill=INSTANCE_ID, decode=INSTANCE_ID))
+        while True:
+            plan = self._central.plan(INSTANCE_ID)
+            assert plan is not None, "every row has tokens to go"
+            self._central.commit(INSTANCE_ID, self._result(plan))
+            if len(plan.rows) == num_rows and (plan.num_scheduled <= most_tokens).all():
+                return
+
+    def _result(self, plan: StepPlan) -> StepResult:
+        """Tokens drawn at random, of drafts as many accepted as the dice say, and new proposals."""
+        num_sampled = int(np.count_nonzero(plan.sample))
+        if not plan.num_proposals:
+            return StepResult(step_id=plan.step_id, token_ids=self._tokens(num_sampled))
+        num_drafts = plan.num_drafts[plan.sample] if len(plan.num_drafts) else np.zeros(num_sampled, np.int32)
+        is_accepted = self._generator.random((num_sampled, NUM_DRAFTS)) < self._acceptance
+        is_accepted &= np.arange(NUM_DRAFTS) < num_drafts[:, None]
+        num_tokens = 1 + np.logical_and.accumulate(is_accepted, axis=1).sum(axis=1, dtype=np.int32)
+        return StepResult(
+            step_id=plan.step_id,
+            token_ids=self._tokens(int(num_tokens.sum())),
+            num_tokens=num_tokens,
+            proposals=self._tokens(num_sampled, plan.num_proposals),
+        )
+
+    def _tokens(self, *shape: int) -> Int32Array:
+        return self._generator.integers(3, VOCAB_SIZE, shape, np.int32)
+
+
+def _make(num_rows: int, drafting: Drafting | None, *, num_steps: int) -> CentralScheduler:
+    """A scheduler with room for num_rows rows that have num_steps steps and more to go."""
+    most_tokens = 1 if drafting is None else 1 + NUM_DRAFTS
+    max_model_len = PROMPT_LENGTHS[1] + (num_steps + num_rows + 16) * most_tokens
     rows = RowTable(max_rows=num_rows, max_model_len=max_model_len)
     spec = AttentionSpec(block_size=BLOCK_SIZE, content=KVContent(num_kv_heads=3, head_dim=64, dtype_bytes=2))
     kv = KVCacheManager(
@@ -77,60 +153,9 @@ def _fill(num_rows: int, *, num_drafts: int, num_steps: int, generator: np.rando
         ),
         rows,
     )
-    drafting = SpeculationConfig(method=DraftMethod.NGRAM, num_tokens=num_drafts) if num_drafts else None
-    config = SchedulerConfig(max_num_seqs=num_rows, max_num_batched_tokens=8192, speculation=drafting)
-    central = CentralScheduler([Instance(INSTANCE_ID, Role.MIXED, config=config, kv=kv, rows=rows)])
-    for handle in range(num_rows):
-        num_prompt_tokens = int(generator.integers(*PROMPT_LENGTHS))
-        request = Request(
-            request_id=str(handle),
-            handle=handle,
-            prompt_token_ids=generator.integers(3, VOCAB_SIZE, num_prompt_tokens, np.int32),
-            sampling=SamplingParams(max_tokens=max_model_len, stop_token_ids=STOP_TOKEN_IDS, seed=0),
-            arrival_s=0.0,
-        )
-        central.add(request, Route(prefill=INSTANCE_ID, decode=INSTANCE_ID))
-    while True:
-        plan = central.plan(INSTANCE_ID)
-        assert plan is not None, "every row has tokens to go"
-        central.commit(INSTANCE_ID, _result(plan, generator))
-        if len(plan.rows) == num_rows and (plan.num_scheduled <= 1 + num_drafts).all():
-            return central
-
-
-def _time_steps(central: CentralScheduler, generator: np.random.Generator) -> float:
-    """Seconds that STEPS_PER_RUN steps take in plan() and commit()."""
-    total_s = 0.0
-    for _ in range(STEPS_PER_RUN):
-        started_s = time.perf_counter()
-        plan = central.plan(INSTANCE_ID)
-        total_s += time.perf_counter() - started_s
-        assert plan is not None, "every row has tokens to go"
-        result = _result(plan, generator)
-        started_s = time.perf_counter()
-        central.commit(INSTANCE_ID, result)
-        total_s += time.perf_counter() - started_s
-    return total_s
-
-
-def _result(plan: StepPlan, generator: np.random.Generator) -> StepResult:
-    """Tokens drawn at random, of drafts as many accepted as ACCEPTANCE says, and new proposals."""
-    num_sampled = int(np.count_nonzero(plan.sample))
-    if not plan.num_proposals:
-        return StepResult(step_id=plan.step_id, token_ids=_tokens(generator, num_sampled))
-    num_drafts = np.zeros(num_sampled, np.int32)
-    if len(plan.num_drafts):
-        num_drafts = plan.num_drafts[plan.sample]
-    is_accepted = generator.random((num_sampled, NUM_DRAFTS)) < ACCEPTANCE
-    is_accepted &= np.arange(NUM_DRAFTS) < num_drafts[:, None]
-    num_tokens = 1 + np.logical_and.accumulate(is_accepted, axis=1).sum(axis=1, dtype=np.int32)
-    return StepResult(
-        step_id=plan.step_id,
-        token_ids=_tokens(generator, int(num_tokens.sum())),
-        num_tokens=num_tokens,
-        proposals=_tokens(generator, num_sampled, plan.num_proposals),
+    config = SchedulerConfig(
+        max_num_seqs=num_rows,
+        max_num_batched_tokens=8192,
+        speculation=None if drafting is None else drafting.config,
     )
-
-
-def _tokens(generator: np.random.Generator, *shape: int) -> Int32Array:
-    return generator.integers(3, VOCAB_SIZE, shape, np.int32)
+    return CentralScheduler([Instance(INSTANCE_ID, Role.MIXED, config=config, kv=kv, rows=rows)])

@@ -100,9 +100,10 @@ class AdaptiveLengths:
         now = self._paying.take(self._levels.take(rows))
         then = now.copy()
         if np.count_nonzero(now) < len(rows):
-            is_quiet = now == 0
-            now[is_quiet & (num_tokens % PROBE_INTERVAL == 0)] = 1
-            then[is_quiet & ((num_tokens + 1) % PROBE_INTERVAL == 0)] = 1
+            quiet = (now == 0).nonzero()[0]
+            num_tokens = num_tokens.take(quiet)
+            now[quiet] = num_tokens % PROBE_INTERVAL == 0
+            then[quiet] = (num_tokens + 1) % PROBE_INTERVAL == 0
         return Wanted(now=now, then=then)
 
 

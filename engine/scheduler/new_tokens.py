@@ -67,12 +67,13 @@ def _append_verified(rows: RowTable, view: RowView, token_ids: Int32Array, count
 
     Drafts that did not hold were computed for nothing: the rows' computed counts go back to all but their last token.
     """
+    places = view.rows.astype(np.intp)  # the type that indexing converts to, once for all of it
     index = np.arange(len(counts)).repeat(counts)  # of each token's row
     is_stop = np.zeros(len(counts), np.bool_)
     stops = view.find_stop_ids(token_ids, index)
     if len(stops):
         place = _places(counts, index)
-        lengths = rows.num_tokens.take(view.rows.take(index[stops])) + place[stops] + np.int32(1)
+        lengths = rows.num_tokens.take(places.take(index[stops])) + place[stops] + np.int32(1)
         stops = stops[lengths >= view.min_tokens.take(index[stops])]
         stopping, first = np.unique(index[stops], return_index=True)
         is_stop[stopping] = True
@@ -80,8 +81,8 @@ def _append_verified(rows: RowTable, view: RowView, token_ids: Int32Array, count
         counts[stopping] = place[stops[first]] + 1
         is_kept = place < counts.take(index)
         token_ids, index = token_ids[is_kept], index[is_kept]
-    num_tokens = rows.append_several(view.rows, token_ids, counts, index)
-    rows.num_computed_tokens[view.rows] = num_tokens - np.int32(1)
+    num_tokens = rows.append_several(places, token_ids, counts, index)
+    rows.num_computed_tokens[places] = num_tokens - np.int32(1)
     return NewTokens(
         view=view,
         handles=view.handles.take(index),
@@ -120,12 +121,14 @@ def _describe_counts(result: StepResult, num_sampled: int, num_drafts: Int32Arra
     counts = result.num_tokens
     if len(counts) != num_sampled:
         return f"samples {num_sampled} rows, but its result counts the tokens of {len(counts)}; count each row's"
-    most = num_drafts + np.int32(1) if len(num_drafts) else np.ones(num_sampled, np.int32)
-    if counts.min(initial=1) < 1 or np.count_nonzero(counts > most):
-        place = int(((counts < 1) | (counts > most)).argmax())
+    if not len(num_drafts):
+        num_drafts = np.zeros(num_sampled, np.int32)
+    is_wrong = (counts - np.int32(1)).astype(np.uint32) > num_drafts  # no token at all is very many accepted ones
+    if np.count_nonzero(is_wrong):
+        place = int(is_wrong.argmax())
         return (
-            f"has {int(counts[place])} tokens for sampling row {place}, which may have 1 to {int(most[place])}; return "
-            "its accepted drafts and one token"
+            f"has {int(counts[place])} tokens for sampling row {place}, which may have 1 to {num_drafts[place] + 1}; "
+            "return its accepted drafts and one token"
         )
     if int(np.add.reduce(counts)) != len(result.token_ids):
         return f"has {len(result.token_ids)} tokens, but counts {int(counts.sum())}; return as many as are counted"

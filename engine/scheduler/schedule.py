@@ -65,6 +65,7 @@ class PlanDraft:
         self.num_budget_tokens = num_budget_tokens
         self.decode_rows: Int32Array = _NO_ROWS
         self.num_drafts: Int32Array = NO_DRAFTS  # of each decode row, verified beside its token; empty: none of any
+        self.has_slots = False  # drafts have theirs already: there is plenty
         self.chunks: list[Chunk] = []
 
     @property
@@ -102,6 +103,9 @@ class StepScheduler:
         self._instance = instance
         self._batch = instance.batch
         self._starved_row: int | None = None  # a prefill that found no blocks in the last plan
+        # no step takes more: a block for every token, and a copied and a new one for every row, of each group
+        num_tokens = instance.config.max_num_batched_tokens
+        self._most_blocks = instance.kv.num_groups * (num_tokens + 2 * self._batch.max_rows)
         self._ones: Int32Array = np.ones(self._batch.max_rows, np.int32)
         self._trues: BoolArray = np.ones(self._batch.max_rows, np.bool_)
 
@@ -147,6 +151,17 @@ class StepScheduler:
             return
         if len(rows) > draft.num_budget_tokens:
             rows = rows[: draft.num_budget_tokens]
+        num_drafts = self._choose_drafts(rows, draft)
+        if len(num_drafts) and self._instance.kv.num_free_blocks >= self._most_blocks:
+            draft.has_slots = self._instance.kv.allocate_decode(rows, num_drafts) == len(rows)
+        if not draft.has_slots:
+            rows = self._serve(rows, gate)
+            num_drafts = self._choose_drafts(rows, draft)
+        draft.set_decode_rows(rows)
+        draft.set_drafts(num_drafts)
+
+    def _serve(self, rows: Int32Array, gate: HandoffGate) -> Int32Array:
+        """Room for one token in each of rows, oldest first, whoever must be preempted for it; returns those served."""
         kv = self._instance.kv
         num_served = kv.allocate_decode(rows)
         while num_served < len(rows):
@@ -159,15 +174,17 @@ class StepScheduler:
             rows = rows[rows != victim]
             if num_served < len(rows):
                 num_served += kv.allocate_decode(rows[num_served:])
-        draft.set_decode_rows(rows)
-        num_left = draft.num_budget_tokens
+        return rows
+
+    def _choose_drafts(self, rows: Int32Array, draft: PlanDraft) -> Int32Array:
+        num_left = draft.num_budget_tokens - len(rows)
         if self._batch.num_prefilling or (len(self._instance.queue) and self._batch.num_free_rows):
             num_left //= 2  # prompts are to go on beside drafts
-        draft.set_drafts(self._instance.speculation.choose(rows, num_budget_tokens=num_left))
+        return self._instance.speculation.choose(rows, num_budget_tokens=num_left)
 
     def _make_room_for_drafts(self, draft: PlanDraft) -> None:
         """Slots for drafts in what blocks are left; a row that finds none verifies no draft in this step."""
-        if not len(draft.num_drafts):
+        if draft.has_slots or not len(draft.num_drafts):
             return
         kv, rows, num_drafts = self._instance.kv, draft.decode_rows, draft.num_drafts
         num_served = kv.allocate_decode(rows, num_drafts)

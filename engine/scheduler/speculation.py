@@ -194,13 +194,14 @@ class RowDrafts:
 
     def gather(self, rows: Int32Array, num_drafts: Int32Array) -> Int32Array:
         """See Speculation."""
-        self._counts[rows] = 0
+        places = rows.astype(np.intp)
+        self._counts[places] = 0
         if not len(num_drafts):
             return NO_DRAFTS
-        token_ids: Int32Array = self._packed_ids.take(rows).view(np.int32)
+        token_ids: Int32Array = self._packed_ids.take(places).view(np.int32)
         if num_drafts.min() == self._most:
             return token_ids
-        return token_ids[self._leading.take(num_drafts).view(np.bool_)]
+        return token_ids.compress(self._leading.take(num_drafts).view(np.bool_))
 
     def num_proposals(self, rows: Int32Array) -> int:
         """See Speculation."""

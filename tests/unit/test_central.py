@@ -115,7 +115,6 @@ def test_scheduler_step_benchmark_measures_full_batches(monkeypatch):
     results = scheduler_step.measure([4], num_runs=2)
     assert [(result.name, result.params["drafts"]) for result in results] == [
         ("scheduler_step", 0),
-        ("scheduler_step", 3),
-        ("ratio", 3),
+        *[("scheduler_step", 3), ("ratio", 3)] * 2,
     ]
-    assert [(result.params["rows"], len(result.runs)) for result in results] == [(4, 2)] * 3
+    assert [(result.params["rows"], len(result.runs)) for result in results] == [(4, 2)] * 5
