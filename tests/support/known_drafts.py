@@ -18,16 +18,17 @@ class KnownDrafts:
     Which is which goes by the draft's position in the row: marks[position % len(marks)].
     """
 
-    def __init__(self, sequences: Sequence[Sequence[int]], marks: Sequence[bool]) -> None:
-        """sequences: prompts with their continuations, none a prefix of another."""
+    def __init__(
+        self, sequences: Sequence[Sequence[int]], marks: Sequence[bool], *, rows: RowTable | None = None
+    ) -> None:
+        """sequences: prompts with their continuations, none a prefix of another. rows: of(worker) knows them."""
         self._sequences = [list(sequence) for sequence in sequences]
         self._marks = marks
-        self._rows: RowTable | None = None
+        self._rows = rows
 
     def of(self, parts: ProposerParts) -> KnownDrafts:
         """What a worker is given to make its proposer with."""
-        self._rows = parts.rows
-        return self
+        return KnownDrafts(self._sequences, self._marks, rows=parts.rows)
 
     def propose(self, step: VerifiedStep) -> np.ndarray:
         assert self._rows is not None

@@ -36,7 +36,8 @@ from blockferry.engine.scheduler.central import CentralScheduler
 from blockferry.engine.scheduler.handoff import HandoffOptions
 from blockferry.engine.scheduler.outputs import Route, StepOutput
 from blockferry.engine.wire import pack, plan_from_bytes
-from blockferry.engine.worker.worker import Worker
+from blockferry.engine.worker.proposers import make_proposer
+from blockferry.engine.worker.worker import MakeProposer, Worker
 
 PREFILL, DECODE = "p0", "d0"
 TIMEOUT_S = 60.0
@@ -55,10 +56,12 @@ class LocalInstance:
         on_event: EventSink,
         transport: Callable[[], Transport],
         connector: PdWorkerOptions,
+        *,
+        make_proposer: MakeProposer,
     ) -> None:
         plan = options.plan(path)
         self.scheduled = make_instance(instance_id, role, plan, options)
-        self.ranks = ThreadRanks(path, options)
+        self.ranks = ThreadRanks(path, options, make_proposer=make_proposer)
         self._ferries: dict[Worker, PdWorker] = {}
         for worker in self.ranks.workers:
             identity = RankIdentity(
@@ -113,6 +116,7 @@ class LocalPair:
         overlap: Overlap = Overlap.NONE,
         transport: Callable[[LoopbackFabric], Transport] = LoopbackTransport,
         connector: PdWorkerOptions = DEFAULTS,
+        make_proposer: MakeProposer = make_proposer,
     ) -> None:
         """decode_options: None for two sides alike."""
         fabric = LoopbackFabric()
@@ -120,7 +124,14 @@ class LocalPair:
         shapes = {PREFILL: (Role.PREFILL, options), DECODE: (Role.DECODE, decode_options or options)}
         self._sides = {
             instance_id: LocalInstance(
-                instance_id, role, path, own, self._events.put, lambda: transport(fabric), connector
+                instance_id,
+                role,
+                path,
+                own,
+                self._events.put,
+                lambda: transport(fabric),
+                connector,
+                make_proposer=make_proposer,
             )
             for instance_id, (role, own) in shapes.items()
         }

@@ -26,6 +26,7 @@ FEATURES = (
     "P/D pull",
     "P/D unequal sides",
     "offload",
+    "drafts",
 )
 MISSING = "**missing**"
 BEGIN, END = "<!-- parity table -->", "<!-- end of parity table -->"

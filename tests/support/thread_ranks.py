@@ -20,8 +20,9 @@ from support.local_engine import EngineOptions
 from blockferry.engine.models.layers import Communicator
 from blockferry.engine.request import Int32Array
 from blockferry.engine.wire import StepPlan, StepResult
+from blockferry.engine.worker.proposers import make_proposer
 from blockferry.engine.worker.spec import WorkerSpec
-from blockferry.engine.worker.worker import Worker
+from blockferry.engine.worker.worker import MakeProposer, Worker
 
 Result = TypeVar("Result")
 
@@ -71,13 +72,13 @@ class ThreadRank:
 class ThreadRanks:
     """All ranks of one instance, in the order of their numbers. Close it."""
 
-    def __init__(self, path: Path, options: EngineOptions) -> None:
+    def __init__(self, path: Path, options: EngineOptions, *, make_proposer: MakeProposer = make_proposer) -> None:
         """Loads the model; pools are made by each()."""
         board = _Board(options)
         spec = options.worker_spec(path)
         places = [(pp_rank, tp_rank) for pp_rank in range(options.pp_size) for tp_rank in range(options.tp_size)]
         specs = [dataclasses.replace(spec, pp_rank=pp_rank, tp_rank=tp_rank) for pp_rank, tp_rank in places]
-        self.workers = [Worker(one, join=board.join) for one in specs]
+        self.workers = [Worker(one, join=board.join, make_proposer=make_proposer) for one in specs]
         self._threads = ThreadPoolExecutor(len(self.workers))
         self.each(Worker.load)
 
