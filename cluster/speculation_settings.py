@@ -82,8 +82,6 @@ def check_speculation(
     """Raises ConfigError for what cannot work."""
     if speculation is None:
         return
-    if header.is_encoder_decoder:
-        raise ConfigError(WHERE, f"{header.architecture} has an encoder, for which nothing is drafted; remove it")
     num_layers_that_draft(speculation, header)
     num_rows_tokens = 1 + speculation.num_tokens
     if num_rows_tokens > model.max_model_len:
@@ -110,7 +108,7 @@ def num_layers_that_draft(speculation: SpeculationConfig | None, header: ModelHe
         if speculation is not None and speculation.head_path is not None:
             raise ConfigError(f"{WHERE}.head", str(error)) from None
         takes_heads = header.architecture in DENSE_ARCHITECTURES
-        known = f" (shipped: {', '.join(shipped_heads()) or 'none'}), or use method ngram" if takes_heads else ""
+        known = f"; shipped heads: {', '.join(shipped_heads()) or 'none'}" if takes_heads else ""
         raise ConfigError(f"{WHERE}.method", f"{error}{known}") from None
 
 

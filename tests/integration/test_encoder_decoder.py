@@ -24,6 +24,7 @@ from support.rank_processes import run_ranks
 from support.tiny_families import FAMILIES, build, load_reference, make_prompt, one_thread, reference_logits
 
 from blockferry.connectors.base import TransferMode
+from blockferry.engine.config import DraftMethod, SpeculationConfig
 from blockferry.engine.kv.plan import Planner
 from blockferry.engine.wire import StepPlan, StepResult
 
@@ -31,6 +32,7 @@ START = 2  # the tiny model's decoder_start_token_id
 NUM_OUTPUT = 24
 INPUT_LENGTHS = (5, 70, 33, 300)
 INPUTS = tuple(make_prompt(seed, length) for seed, length in enumerate(INPUT_LENGTHS))
+NGRAMS = SpeculationConfig(method=DraftMethod.NGRAM, min_ngram=1, is_adaptive=False)
 PREFIX = [START, *make_prompt(9, 39)]  # a decoder's prompt of more than two blocks
 
 
@@ -130,6 +132,16 @@ def test_preempted_requests_continue_as_transformers_does(path: Path, record_cel
     record_cell("bart", "preemption")
 
 
+@pytest.mark.parametrize("prompt", [[START], PREFIX], ids=["start", "prefix"])
+def test_requests_with_ngram_drafts_continue_as_transformers_does(path: Path, prompt: list[int]) -> None:
+    engine = start(path, EngineOptions(max_model_len=128, block_size=8, speculation=NGRAMS))
+    assert run(engine, INPUTS, prompt) == [expected(path, one, prompt) for one in INPUTS]
+    counters = engine.instance.speculation.counters()
+    assert counters is not None
+    assert 0 < counters.num_accepted < counters.num_drafted
+    assert_all_free(engine)
+
+
 def test_equal_decoder_prompts_share_no_blocks_where_encoder_inputs_differ(path: Path) -> None:
     engine = start(path, EngineOptions(max_model_len=128))
     for encoder_input in INPUTS[1:]:
@@ -182,6 +194,15 @@ def test_handed_over_requests_continue_without_encoding_again(
     for kv in pair.ledgers.values():
         assert kv.stats().num_free_blocks == kv.stats().num_blocks
     record_cell("bart", f"P/D {mode}")
+
+
+def test_handed_over_requests_with_ngram_drafts_continue_as_transformers_does(path: Path) -> None:
+    pair = LocalPair(path, EngineOptions(max_model_len=128, speculation=NGRAMS), mode=TransferMode.PUSH)
+    try:
+        outputs = pair.generate([PREFIX] * len(INPUTS), NUM_OUTPUT, encoder_inputs=INPUTS)
+    finally:
+        pair.close()
+    assert outputs == [expected(path, one, PREFIX) for one in INPUTS]
 
 
 @pytest.mark.parametrize("shape", [{"tp_size": 2, "block_size": 32}, {"pp_size": 3, "layout": "LBNHC"}])

@@ -15,6 +15,7 @@ from blockferry.cluster.deployment import Deployment, load_deployment
 from blockferry.cluster.instance_plans import plan_of
 from blockferry.cluster.running import Running
 from blockferry.cluster.shipped import shipped_models
+from blockferry.connectors.transport.hosts import Hosts
 from blockferry.engine.config import DraftMethod, SpeculationConfig
 from blockferry.engine.errors import ConfigError
 from blockferry.engine.kv.instance_plan import InstancePlan
@@ -87,8 +88,8 @@ def test_without_a_section_nothing_is_drafted(folder: Path) -> None:
 
 def test_every_rank_is_told(folder: Path) -> None:
     deployment = load(folder, "{method: mtp, head: head}")
-    placed = Running(deployment=deployment).name_next(1).placed
-    spec = bring_up._worker_settings(deployment.config, placed, tp_rank=0, pp_rank=0).spec
+    placed = Running(deployment=deployment, hosts=Hosts.ONE).name_next(1).placed
+    spec = bring_up.spec_of(deployment.config, placed.config, tp_rank=0, pp_rank=0)
     assert spec.speculation == SpeculationConfig(method=DraftMethod.MTP, head_path=(folder / "head").resolve())
 
 
@@ -135,7 +136,7 @@ def test_states_of_drafts_have_blocks(folder: Path) -> None:
         ("{method: ngram, min_ngram: 0}", "min_ngram", "at least 1|between 1"),
         ("{method: ngram, max_ngram: 1}", "max_ngram", "1 is less than min_ngram=2; use 2 or more"),
         ("{method: mtp, head: head, min_ngram: 2}", "min_ngram", "is of method ngram"),
-        ("{method: mtp}", "method", "LlamaForCausalLM has no layers that predict several tokens; give a head folder"),
+        ("{method: mtp}", "method", "LlamaForCausalLM names no layers that predict several tokens"),
         ("{method: mtp, head: nowhere}", "head", "'nowhere' is neither a folder nor a shipped head"),
         ("{method: mtp, head: .}", "head", "has no config.json"),
     ],
@@ -171,10 +172,10 @@ def test_a_head_is_refused_for_models_that_take_none(folder: Path, model: dict[s
     assert words in refusal(folder, "{method: mtp, head: head}")
 
 
-@pytest.mark.parametrize("method", ["ngram", "mtp"])
-def test_nothing_is_drafted_for_an_encoder_decoder(folder: Path, method: str) -> None:
+def test_an_encoder_decoder_drafts_by_ngrams_only(folder: Path) -> None:
     (folder / "model" / "config.json").write_text(json.dumps(BART))
-    assert "BartForConditionalGeneration has an encoder" in refusal(folder, f"{{method: {method}}}")
+    assert "has no layers that predict several tokens" in refusal(folder, "{method: mtp}")
+    assert load(folder, "{method: ngram}").config.instances[0].scheduler.speculation is not None
 
 
 @pytest.mark.parametrize(
