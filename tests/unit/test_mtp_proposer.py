@@ -4,15 +4,20 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from _pytest.mark import ParameterSet
+from numpy.typing import NDArray
 from support.draft_driver import DraftDriver, Drafts, Generated, no_drafts
 from support.local_engine import EngineOptions, start_worker
 from support.tiny_families import VOCAB_SIZE, make_prompt, one_thread
 from support.tiny_mtp import MtpCheckpoint, build_mtp, oracle_of
 
+from blockferry.connectors.compute_progress import StepMark
 from blockferry.engine.kv.plan import Planner
 from blockferry.engine.request import SamplingParams
+from blockferry.engine.spec_decode.base import VerifiedStep
+from blockferry.engine.worker.proposers import ProposerParts, make_proposer
 
 PROMPTS = [make_prompt(seed, length) for seed, length in ((1, 3), (2, 37), (3, 1), (4, 20))]
 NUM_OUTPUT = 12
@@ -38,10 +43,16 @@ def on_one_thread() -> Iterator[None]:
 
 
 def generate(
-    checkpoint: MtpCheckpoint, drafts: Drafts = no_drafts, *, chunk: int = 16, num_proposals: int = NUM_PROPOSALS
+    checkpoint: MtpCheckpoint,
+    drafts: Drafts = no_drafts,
+    *,
+    chunk: int = 16,
+    num_proposals: int = NUM_PROPOSALS,
+    max_model_len: int = OPTIONS.max_model_len,
 ) -> list[Generated]:
     """All prompts together, each step's proposals kept."""
-    options = dataclasses.replace(OPTIONS, speculation=checkpoint.speculation(max(num_proposals, 1)))
+    speculation = checkpoint.speculation(num_proposals)
+    options = dataclasses.replace(OPTIONS, speculation=speculation, max_model_len=max_model_len)
     worker = start_worker(checkpoint.path, options)
     driver = DraftDriver(worker, options.plan(checkpoint.path).ledger, chunk=chunk, num_proposals=num_proposals)
     try:
@@ -97,3 +108,32 @@ def test_a_shortlist_is_all_that_is_proposed(folder: Path) -> None:
     made = generate(checkpoint)
     assert {token for one in made for proposed in one.proposals for token in proposed} <= set(range(20, 60))
     assert_proposals_are_the_oracles(checkpoint, made)
+
+
+def test_drafts_end_with_the_longest_sequence(folder: Path) -> None:
+    checkpoint = build_mtp("deepseek_v3", folder, num_modules=3)
+    longest = max(map(len, PROMPTS)) + NUM_OUTPUT
+    made = generate(checkpoint, num_proposals=5, max_model_len=longest)
+    assert {len(proposed) for one in made for proposed in one.proposals} == {5}
+
+
+def test_layers_of_modules_are_done_with_the_step_and_not_before(folder: Path) -> None:
+    checkpoint, seen = build_mtp("deepseek_v3", folder), []
+    options = dataclasses.replace(OPTIONS, speculation=checkpoint.speculation(1))
+    plan = options.plan(checkpoint.path)
+    (draft_id,) = plan.model.draft_layer_ids
+
+    class Watched:
+        def __init__(self, parts: ProposerParts) -> None:
+            self._proposer = make_proposer(parts)
+
+        def propose(self, step: VerifiedStep) -> NDArray[np.int32]:
+            drafts = self._proposer.propose(step)
+            marks = (StepMark(step.plan.step_id, draft_id - 1), StepMark(step.plan.step_id, draft_id))
+            seen.append([worker.progress.has_reached(mark) for mark in marks])
+            return drafts
+
+    worker = start_worker(checkpoint.path, options, make_proposer=Watched)
+    DraftDriver(worker, plan.ledger, chunk=16).run(PROMPTS[:1], [GREEDY], num_output=2)
+    worker.close()
+    assert seen == [[True, False]] * 2
