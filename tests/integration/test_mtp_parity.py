@@ -11,13 +11,15 @@ import pytest
 from _pytest.mark import ParameterSet
 from support.local_engine import EngineOptions, LocalEngine, nan_memory
 from support.local_pair import DECODE, PREFILL, LocalPair
-from support.parity_cases import GROWING, WORKLOAD, preempting_pool
+from support.local_tiers import TieredEngine
+from support.parity_cases import GROWING, WORKLOAD, preempting_pool, smallest_pool
 from support.thread_ranks import ThreadRanks
 from support.tiny_families import one_thread
 from support.tiny_mtp import Likeness, MtpCheckpoint, build_mtp
 
 from blockferry.connectors.base import Overlap, TransferMode
 from blockferry.engine.kv.model_layers import CacheDType
+from blockferry.engine.kv.plan import Planner
 from blockferry.engine.scheduler.instance import Instance
 from blockferry.engine.scheduler.speculation import SpeculationCounters
 from blockferry.engine.worker.cache_scales import scales_in
@@ -97,14 +99,17 @@ def test_ranks_write_the_same_and_draft_what_one_rank_drafts(family: str, shape:
     assert counters(shared.instance) == counters(alone.instance)
 
 
+PUSH, PULL = TransferMode
+TRANSFERS = [(PUSH, Overlap.NONE)]
+MORE_TRANSFERS = [(PUSH, Overlap.CHUNKS), (PUSH, Overlap.LAYERS), (PULL, Overlap.NONE), (PULL, Overlap.CHUNKS)]
+
+
 @each_family
-@pytest.mark.parametrize("mode", [TransferMode.PUSH, *full(TransferMode.PULL)])
-@pytest.mark.parametrize("overlap", [Overlap.NONE, *full(*Overlap)])
+@pytest.mark.parametrize("transfer", [*TRANSFERS, *full(*MORE_TRANSFERS)], ids=str)
 def test_handed_over_sequences_draft_what_they_would_have_drafted(
-    family: str, mode: TransferMode, overlap: Overlap, folder: Path
+    family: str, transfer: tuple[TransferMode, Overlap], folder: Path
 ) -> None:
-    if mode is TransferMode.PULL and overlap is Overlap.LAYERS:
-        pytest.skip("a reader cannot know how far the layers are")
+    mode, overlap = transfer
     checkpoint, options = drafting(family, folder, enable_caching=False)
     engine, ranks = start(checkpoint, options)
     pair = LocalPair(checkpoint.path, options, mode=mode, overlap=overlap)
@@ -155,8 +160,9 @@ def test_warm_caches_on_both_sides_change_nothing(family: str, folder: Path) -> 
 
 
 @pytest.mark.full
-def test_modules_of_an_fp8_cache_have_scales_of_their_own(folder: Path) -> None:
-    checkpoint, options = drafting("deepseek_v3", folder, cache_dtype=CacheDType.FP8)
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
+def test_modules_of_an_fp8_cache_have_scales_of_their_own(family: str, folder: Path) -> None:
+    checkpoint, options = drafting(family, folder, cache_dtype=CacheDType.FP8)
     plain = dataclasses.replace(options, speculation=None)
     outputs, scales = [], []
     for one in (options, plain):
@@ -170,3 +176,22 @@ def test_modules_of_an_fp8_cache_have_scales_of_their_own(folder: Path) -> None:
     with_modules, without = ([tuple(one.k_K.tolist()) for one in of.values()] for of in scales)
     assert with_modules[:-1] == without
     assert with_modules[-1] != (1.0,)
+
+
+@pytest.mark.full
+@each_family
+@pytest.mark.parametrize("planner", [Planner.UNIFORM, Planner.SLAB])
+def test_blocks_from_memory_bring_their_modules_keys_along(
+    family: str, planner: Planner, folder: Path, tmp_path: Path
+) -> None:
+    checkpoint, options = drafting(family, folder, planner=planner)
+    engine = TieredEngine(checkpoint.path, smallest_pool(options, checkpoint.path), folder=tmp_path)
+    try:
+        for _ in range(3):
+            assert engine.generate(WORKLOAD.prompts, WORKLOAD.num_output) == WORKLOAD.expected(checkpoint.path)
+            engine.settle()
+    finally:
+        engine.close()
+    assert engine.kv.num_free_blocks == engine.kv.num_usable_blocks
+    assert engine.tiers.status()["num_loaded_tokens"] > 0
+    assert counters(engine.instance).num_accepted > 0
