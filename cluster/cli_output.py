@@ -181,10 +181,10 @@ def print_status(deployments: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _draft_lines(instances: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """What each instance's drafts have brought."""
+    """What drafts have brought where they are verified; those of a prefill instance are by the one that decodes."""
     for instance in instances:
         counts = instance.get("speculation")
-        if counts:
+        if counts and instance["role"] != "prefill":
             yield f"  {instance['instance_id']}: {draft_words(counts)}"
 
 

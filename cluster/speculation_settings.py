@@ -118,6 +118,6 @@ def words_of(speculation: SpeculationConfig, header: ModelHeader) -> str:
     if speculation.method is DraftMethod.NGRAM:
         source = f"what followed the last {speculation.max_ngram} to {speculation.min_ngram} tokens before (n-grams)"
     else:
-        whose = f"of the head {speculation.head_path}" if speculation.head_path else "of the model"
-        source = f"{num_layers_that_draft(speculation, header)} layer(s) {whose} (multi-token prediction)"
+        whose = f"the head {speculation.head_path}" if speculation.head_path else "the model's own modules"
+        source = f"{whose} ({num_layers_that_draft(speculation, header)} layer(s) of multi-token prediction)"
     return f"up to {speculation.num_tokens} tokens per request and step are drafted by {source}, {adaptive}"

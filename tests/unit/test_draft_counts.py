@@ -40,6 +40,24 @@ def test_status_says_how_drafts_fare() -> None:
     assert draft_words(nothing) == "speculation: nothing was drafted yet"
 
 
+def test_status_has_a_line_of_each_instance_that_verifies(capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = ("num_ranks", "num_running", "num_waiting", "num_free_blocks", "num_blocks", "num_preemptions")
+    deployment = {
+        **dict.fromkeys(("deployment", "model", "url", "connector", "router"), "x"),
+        **{"healthy": True, "uptime_s": 1.0, "num_unfinished": 0, "handoffs": {}, "workers": []},
+        "transfers": dict.fromkeys(("num_done", "num_bytes", "num_failed"), 0),
+        "prefix_cache": dict.fromkeys(("num_queried_tokens", "num_hit_tokens", "hit_rate"), 0),
+        "instances": [
+            {**dict.fromkeys(numbers, 1), "instance_id": f"{role}-0", "role": role, "state": "serving", "plan": None}
+            | {"speculation": COUNTS}
+            for role in ("prefill", "decode")
+        ],
+    }
+    cli_output.print_status([deployment])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "speculation" in line]
+    assert lines == [f"  decode-0: {draft_words(COUNTS)}"]
+
+
 def test_generate_says_how_many_drafts_of_an_answer_were_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     stats = RequestStats(
         **dict.fromkeys(("num_prompt_tokens", "num_output_tokens", "num_cached_tokens", "num_preemptions"), 8),
