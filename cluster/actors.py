@@ -11,6 +11,7 @@ Each actor imports what only it needs when it is made: torch and HTTP take secon
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import os
 import socket
@@ -146,6 +147,8 @@ class WorkerActor:
         """Stop and release everything."""
         self._host.stop()
         self._host.close()
+        # the interpreter's last collection would go through all of torch, for 10 s on a busy machine
+        gc.freeze()
 
 
 class SchedulerActor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import os
 import threading
 import time
@@ -16,6 +17,7 @@ from support.cluster import complete
 from support.tiny_mtp import Likeness, build_mtp
 
 from blockferry.cluster import bring_up
+from blockferry.cluster.actors import WorkerActor
 from blockferry.cluster.deployment import Deployment, load_deployment
 from blockferry.cluster.engine_client import ZmqEngineClient
 from blockferry.cluster.instance_plans import plan_of
@@ -136,3 +138,13 @@ def test_another_scheduler_takes_a_rank_over_and_gets_the_same_answers(rank: Ran
     with scheduled(rank) as loop:
         assert answers(loop) == expected
     rank.host.reset()
+
+
+def test_a_worker_that_has_shut_down_leaves_no_objects_to_go_through_when_its_process_ends(rank: Rank) -> None:
+    actor = WorkerActor(rank.host._settings)
+    try:
+        actor.shutdown()
+        assert gc.get_freeze_count() > 10_000
+        assert len(gc.get_objects()) < 1000
+    finally:
+        gc.unfreeze()
