@@ -100,15 +100,16 @@ def find_shortage(
                     f"the most that a node of this cluster has is {most:g}; "
                     f"add a node with {name}, or ask for less under instances[{instance.index}].resources"
                 )
+    remedy = "ask for less under instances[].resources, or add nodes"
     for name, amount in total_resources(instances).items():
         total = sum(node.total.get(name, 0.0) for node in nodes)
         free = sum(node.free.get(name, 0.0) for node in nodes)
         if amount > total:
-            return f"{who} {amount:g} {name}; the cluster has {total:g} on {len(nodes)} node(s); add nodes"
+            return f"{who} {amount:g} {name}; the cluster has {total:g} on {len(nodes)} node(s); {remedy}"
         if amount > free:
             return (
                 f"{who} {amount:g} {name}; {free:g} of the cluster's {total:g} are free; "
-                "stop what uses the rest, or add nodes"
+                f"stop what uses the rest, {remedy}"
             )
     return ""
 

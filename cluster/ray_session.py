@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -58,6 +59,7 @@ def start_local(resources: Mapping[str, float]) -> RaySession:
     """Start a Ray cluster of this machine alone, offering at least `resources`.
 
     CPUs are counted, not pinned: a deployment that asks for more than the machine has shares the cores.
+    Other resources are the ones asked for.
     Raises RaySessionError.
     """
     before = frozenset(one.pid for one in _descendants())
@@ -68,7 +70,7 @@ def start_local(resources: Mapping[str, float]) -> RaySession:
     try:
         context = _init(
             address="local",
-            num_cpus=max(os.cpu_count() or 1, int(-(-resources.get("CPU", 0.0) // 1))),
+            num_cpus=local_cpus(resources.get("CPU", 0.0), num_cores=os.cpu_count() or 1),
             resources=custom or None,
             object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,
@@ -84,6 +86,12 @@ def start_local(resources: Mapping[str, float]) -> RaySession:
     return session
 
 
+def local_cpus(wanted: float, *, num_cores: int) -> int:
+    """What a cluster of one machine counts: room for what is wanted, and for as much again to scale and to replace."""
+    whole = math.ceil(wanted)
+    return max(num_cores, whole) + whole
+
+
 def connect(address: str, *, auth_mode: str = "") -> RaySession:
     """Connect to a running cluster, "auto" for the one of this machine. Raises RaySessionError.
 
@@ -91,7 +99,7 @@ def connect(address: str, *, auth_mode: str = "") -> RaySession:
     """
     _prepare(auth_mode=auth_mode)
     try:
-        context: Any = ray.init(address=address)
+        context: Any = ray.init(address=address, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise RaySessionError(
             f"no Ray cluster at {address!r}: {_first_line(error)}; start one with `ray up` or `ray start`, "
