@@ -254,18 +254,18 @@ def _check_shared_memory(*, ferried: int, tiers: int) -> Iterator[Finding]:
         return
     shared = shutil.disk_usage("/dev/shm").free
     words = " and ".join(
-        f"{name} take {num_bytes / MIB:.0f} MiB"
+        f"{num_bytes / MIB:.0f} MiB of {name}"
         for name, num_bytes in (("pools with UCX's queues", ferried), ("offload", tiers))
         if num_bytes
     )
     if ferried + tiers > shared:
         yield _error(
             "/dev/shm",
-            f"{words} of shared memory, {shared / MIB:.0f} MiB are free; "
+            f"{words} do not fit the {shared / MIB:.0f} MiB that are free; "
             "lower cache.memory or offload.cpu_gib, or enlarge it (docker run --shm-size)",
         )
     else:
-        yield _ok("/dev/shm", f"{words} of {shared / MIB:.0f} MiB")
+        yield _ok("/dev/shm", f"{words} fit the {shared / MIB:.0f} MiB that are free")
 
 
 def _check_disk(instance: InstanceConfig, *, num_ranks: int) -> Iterator[Finding]:

@@ -195,8 +195,8 @@ def _tier_lines(instances: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         if not tiers:
             continue
         kept = [
-            f"{tiers[f'{tier}_blocks']} blocks in {tier} ({tiers[f'{tier}_usage']:.0%} full)"
-            for tier in ("memory", "disk")
+            f"{tiers[f'{tier}_blocks']} blocks {where} {tier} ({tiers[f'{tier}_usage']:.0%} full)"
+            for where, tier in (("in", "memory"), ("on", "disk"))
             if f"{tier}_blocks" in tiers
         ]
         yield (

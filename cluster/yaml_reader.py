@@ -94,7 +94,8 @@ class Section:
         if value is None:
             return default
         if not isinstance(value, str) or not value.strip():
-            raise ConfigError(self.at(key), f"must be text, not {_kind(value)}")
+            remedy = "; put it in quotes" if isinstance(value, bool | int | float) else ""  # YAML reads off as false
+            raise ConfigError(self.at(key), f"must be text, not {_kind(value)}{remedy}")
         return value
 
     def choice(self, key: str, default: str, choices: Sequence[str]) -> str:

@@ -67,7 +67,7 @@ class ReplayConfig:
             "trace": self.trace.stem,
             "block_tokens": self.block_tokens,
             "speed": self.speed,
-            "requests": self.limit,
+            "limit": self.limit,
         }
 
 

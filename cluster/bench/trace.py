@@ -52,9 +52,12 @@ def _parse(line: str, where: str) -> TraceRequest:
         timestamp_ms, num_prompt_tokens, num_output_tokens = (row[key] for key in _KEYS)
         hash_ids = tuple(row["hash_ids"])
         numbers = (num_prompt_tokens, num_output_tokens, *hash_ids)
-    except (ValueError, TypeError, KeyError) as error:
+    except KeyError as error:
+        raise ValueError(f"{where} has no {error.args[0]}; each line needs {', '.join(_KEYS)}, hash_ids") from None
+    except (ValueError, TypeError):
         raise ValueError(
-            f"{where} is no request of a trace ({error!r}); each needs {', '.join(_KEYS)}, hash_ids"
+            f"{where} is no request of a trace: {line.strip()[:60]!r}; each line is a JSON object with "
+            f"{', '.join(_KEYS)}, hash_ids"
         ) from None
     if not all(type(number) is int and number >= 0 for number in numbers) or not num_prompt_tokens:
         raise ValueError(f"{where}: lengths and hash_ids must be whole numbers, the input_length at least 1")

@@ -49,7 +49,7 @@ def test_only_the_first_requests_are_read(tmp_path):
     [
         ("nothing\n", "trace.jsonl:2 is no request"),
         ("[]\n", "trace.jsonl:2 is no request"),
-        ('{"timestamp": 0}\n', "'input_length'"),
+        ('{"timestamp": 0}\n', "has no input_length"),
         (line(ids=(1,)), "1 hash_ids do not cover input_length=1000"),
         (line(tokens=0, ids=()), "input_length at least 1"),
         (line(output=-1), "whole numbers"),
