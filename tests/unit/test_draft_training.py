@@ -25,11 +25,12 @@ from blockferry.engine.spec_decode.training.corpus import Writing, load_writings
 from blockferry.engine.spec_decode.training.examples import Examples
 from blockferry.engine.spec_decode.training.head_folder import head_config, save_head
 from blockferry.engine.spec_decode.training.loss import draft_loss
-from blockferry.engine.spec_decode.training.module import DraftModule, Shape, initial_weights
+from blockferry.engine.spec_decode.training.module import DraftModule, Shape
 from blockferry.engine.spec_decode.training.norm import rms_norm
 from blockferry.engine.spec_decode.training.pipeline import Pipeline, PipelineSettings
+from blockferry.engine.spec_decode.training.projection import initial_weights
 from blockferry.engine.spec_decode.training.prompts import ChatFrame, Kind, PromptMaker, PromptSettings
-from blockferry.engine.spec_decode.training.states import States, largest
+from blockferry.engine.spec_decode.training.states import States, largest, normed
 from blockferry.engine.spec_decode.training.trainer import Trainer, TrainSettings
 from blockferry.engine.spec_decode.training.vocabulary import draft_vocabulary
 from blockferry.engine.worker.parallel import LoneCommunicator
@@ -54,7 +55,7 @@ def random_weights(base, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return {
         name: 0.16 * torch.randn(value.shape, generator=generator) + (value.ndim == 1)
-        for name, value in initial_weights(base).items()
+        for name, value in initial_weights(base, make_examples(base)).items()
     }
 
 
@@ -169,6 +170,31 @@ def test_drafts_are_those_of_the_engine_that_reads_the_saved_folder(base, tmp_pa
     assert len(np.unique(expected)) > 10  # not one token everywhere
 
 
+def test_first_guess_of_a_linear_next_state_is_right(base):
+    """Where the next state is a linear function of what a module reads, nothing is left to learn."""
+    writings, states = make_corpus(base, num_sequences=60)
+    size, generator = base.header.hidden_size, torch.Generator().manual_seed(2)
+    token_ids = torch.from_numpy(np.concatenate([one.token_ids for one in writings])).long()
+    matrix = torch.randn(2 * size, size, generator=generator) / size**0.5
+    hidden = states.hidden_NE.float()
+
+    def plain(x):
+        return normed(x, torch.ones(size), base.header.norm_eps)
+
+    for place in range(len(hidden) - 1):
+        embedded = plain(base.embedding_VE[token_ids[place + 1]].float())
+        hidden[place + 1] = plain(torch.cat((embedded, plain(hidden[place]))) @ matrix) * base.norm_E
+    examples = Examples.of(writings, [dataclasses.replace(states, hidden_NE=hidden)], shortlist(), VOCAB_SIZE)
+    module = make_module(base, initial_weights(base, examples))
+    batch = examples.batch(examples.windows[:4], num_steps=1)
+
+    with torch.inference_mode():
+        guessed = module(base.embedding_VE.float()[batch.token_ids_SBT], batch.hidden_BTE, batch.first_B)[0, :, :-1]
+
+    expected = batch.hidden_BTE[:, 1:]
+    assert torch.nn.functional.cosine_similarity(guessed, expected, dim=-1).mean() > 0.98
+
+
 def test_head_of_another_model_is_refused(base, tmp_path):
     other = dataclasses.replace(base.header, vocab_size=VOCAB_SIZE + 1)
     save_head(tmp_path, head_config(other, {}), random_weights(base), shortlist())
@@ -189,7 +215,8 @@ class Killed(Exception):
 
 
 def train(base, path, *, kill_at=None):
-    module = make_module(base, initial_weights(base))
+    examples = make_examples(base)
+    module = make_module(base, initial_weights(base, examples))
     settings = TrainSettings(num_epochs=3, tokens_per_batch=160, save_every_s=0.0)
     trainer = Trainer(module, base.embedding_VE, base.head_VE[shortlist().long()], settings)
     losses = []
@@ -199,7 +226,7 @@ def train(base, path, *, kill_at=None):
         if step.number == kill_at:
             raise Killed
 
-    trainer.run(make_examples(base), path, limit_s=1e9, tick=tick)
+    trainer.run(examples, path, limit_s=1e9, tick=tick)
     return trainer, losses
 
 
@@ -222,7 +249,7 @@ def test_training_lowers_the_loss(base, tmp_path):
 
 
 def test_a_training_out_of_time_stops(base, tmp_path):
-    module = make_module(base, initial_weights(base))
+    module = make_module(base, random_weights(base))
     trainer = Trainer(module, base.embedding_VE, base.head_VE[shortlist().long()], TrainSettings(num_epochs=1000))
 
     trainer.run(make_examples(base), tmp_path / "training.pt", limit_s=1e-6, tick=lambda step: None)

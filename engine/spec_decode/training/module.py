@@ -24,23 +24,6 @@ from blockferry.engine.spec_decode.training.base import BaseModel
 from blockferry.engine.spec_decode.training.head_folder import HEAD_NAMES
 from blockferry.engine.spec_decode.training.norm import rms_norm
 
-EMBEDDING_PART = 0.1  # of the embedding that eh_proj lets through at first
-SMALLEST_GAIN = 0.25  # of the last norm that is undone
-
-
-def initial_weights(base: BaseModel) -> dict[str, torch.Tensor]:
-    """A module that passes h on, as it was before the model's last norm, to a copy of the model's last layer."""
-    size = base.header.hidden_size
-    eye_EE = torch.eye(size)
-    return {
-        **{name: tensor.clone() for name, tensor in base.last_layer.items()},
-        "enorm.weight": torch.ones(size),
-        # undoes the gain of the model's last norm, which h has been through
-        "hnorm.weight": base.norm_E.sign() / base.norm_E.abs().clamp(min=SMALLEST_GAIN),
-        "eh_proj.weight": torch.cat((EMBEDDING_PART * eye_EE, eye_EE), dim=1),
-        "shared_head.norm.weight": base.norm_E.clone(),
-    }
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:

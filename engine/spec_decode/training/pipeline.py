@@ -31,7 +31,8 @@ from blockferry.engine.spec_decode.training.files import write_bytes
 from blockferry.engine.spec_decode.training.generation import write, write_part
 from blockferry.engine.spec_decode.training.head_folder import head_config, save_head
 from blockferry.engine.spec_decode.training.held_out import QUESTIONS
-from blockferry.engine.spec_decode.training.module import DraftModule, Shape, initial_weights
+from blockferry.engine.spec_decode.training.module import DraftModule, Shape
+from blockferry.engine.spec_decode.training.projection import initial_weights
 from blockferry.engine.spec_decode.training.prompts import ChatFrame, PromptMaker, PromptSettings, TextTokens
 from blockferry.engine.spec_decode.training.states import StateReader, States
 from blockferry.engine.spec_decode.training.trainer import Step, Trainer, TrainSettings
@@ -190,7 +191,7 @@ class Pipeline:
     def _train(self, work: Path, examples: Examples, draft_token_ids: torch.Tensor) -> Trainer:
         settings = self._settings
         cos_sin = self._base.cos_sin(settings.max_model_len + settings.training.num_steps)
-        module = DraftModule(Shape.of(self._base), initial_weights(self._base), cos_sin)
+        module = DraftModule(Shape.of(self._base), initial_weights(self._base, examples), cos_sin)
         trainer = Trainer(module, self._base.embedding_VE, self._head(draft_token_ids), settings.training)
 
         def tick(step: Step) -> None:
