@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from blockferry.engine.request import Int32Array
 from blockferry.engine.wire import NO_DRAFT, StepPlan
+from blockferry.engine.worker.inputs import StepInputs
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +25,17 @@ class VerifiedStep:
 
     plan: StepPlan
     hidden_TE: torch.Tensor | None  # after the last layer, before the last norm; None on earlier stages
-    first_token_R: NDArray[np.int64]  # place in T of each plan row's first token; a row's tokens follow each other
+    inputs: StepInputs  # what was computed; a row's tokens follow each other
     num_tokens_S: Int32Array  # drawn per sampling row: accepted drafts, and one
+
+    def num_final(self) -> Int32Array:
+        """int32 [R]: tokens of each row of the plan that were computed and are not drafts that were refused."""
+        plan = self.plan
+        if not len(plan.num_drafts):
+            return plan.num_scheduled
+        num_final_R: Int32Array = plan.num_scheduled - plan.num_drafts
+        num_final_R[plan.sample] += self.num_tokens_S - 1
+        return num_final_R
 
 
 class DraftProposer(Protocol):

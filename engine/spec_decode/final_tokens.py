@@ -56,14 +56,9 @@ class FinalTokens:
             plan_row_T=plan_row_T,
             rows_T=self.plan.rows[plan_row_T],
             positions_T=self.plan.num_computed[plan_row_T] + sorted_offset_T,
-            source_T=self.step.first_token_R[plan_row_T] + np.maximum(in_step_T, 0),
+            source_T=self.step.inputs.first_token_R[plan_row_T] + np.maximum(in_step_T, 0),
             num_before_T=np.maximum(-in_step_T, 0),
         )
-
-    def num_slots(self, tables: Sequence[GroupTable]) -> Int32Array:
-        """int32 [S]: tokens that each sampling row's blocks hold; a row in use never gives its last ones back."""
-        held = [table.table.num_blocks[self.rows_S] * table.block_size for table in tables]
-        return np.asarray(np.min(held, axis=0), np.int32)
 
     def alone(self, position_S: Int32Array) -> StepPlan:
         """A step of one token per sampling row."""
@@ -79,10 +74,7 @@ class FinalTokens:
 def final_tokens(step: VerifiedStep, num_before_R: Int32Array) -> FinalTokens:
     """The final tokens of a step, and so many of each row before them."""
     plan = step.plan
-    num_final_R = plan.num_scheduled.copy()
-    if len(plan.num_drafts):
-        num_final_R -= plan.num_drafts
-        num_final_R[plan.sample] += step.num_tokens_S - 1
+    num_final_R = step.num_final()
     counts_R = num_final_R + num_before_R
     # what a verifying row computes is a few rows of one token to attention, everything else a chunk
     num_behind_R = np.where(plan.num_drafts > 0, counts_R - 1, 0) if len(plan.num_drafts) else np.zeros_like(counts_R)
@@ -102,3 +94,9 @@ def final_tokens(step: VerifiedStep, num_before_R: Int32Array) -> FinalTokens:
         rows_S=plan.rows[plan.sample],
         end_S=(plan.num_computed + num_final_R)[plan.sample],
     )
+
+
+def num_slots(rows_S: Int32Array, tables: Sequence[GroupTable]) -> Int32Array:
+    """int32 [S]: tokens that each row's blocks hold; a row in use never gives its last ones back."""
+    held = [table.table.num_blocks[rows_S] * table.block_size for table in tables]
+    return np.asarray(np.min(held, axis=0), np.int32)

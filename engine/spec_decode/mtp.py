@@ -29,7 +29,7 @@ from blockferry.engine.models.mtp import Drafter
 from blockferry.engine.request import BoolArray, Int32Array, Int64Array
 from blockferry.engine.rows import RowTable
 from blockferry.engine.spec_decode.base import VerifiedStep, no_drafts
-from blockferry.engine.spec_decode.final_tokens import FinalTokens, final_tokens
+from blockferry.engine.spec_decode.final_tokens import FinalTokens, final_tokens, num_slots
 from blockferry.engine.spec_decode.hidden_tails import HiddenTails
 from blockferry.engine.worker.block_table import PAD_SLOT_ID
 from blockferry.engine.worker.draft_compute import DraftCompute
@@ -104,7 +104,7 @@ class MtpProposer:
     def _go_on_alone(self, tokens: FinalTokens, hidden_SE: torch.Tensor, drafts_SK: NDArray[np.int32]) -> None:
         """The last module, one token a pass, until all drafts are made."""
         last = len(self._drafter.modules) - 1
-        limit_S = np.minimum(tokens.num_slots(self._tables), self._pages.max_model_len)
+        limit_S = np.minimum(num_slots(tokens.rows_S, self._tables), self._pages.max_model_len)
         for number in range(last + 1, drafts_SK.shape[1]):
             position_S = tokens.end_S + (number - last - 1)
             has_slot_S = position_S < limit_S

@@ -35,6 +35,8 @@ class StepInputs:
     token_ids_T: torch.Tensor  # int32
     positions_T: torch.Tensor  # int64
     metadata: tuple[GroupMetadata, ...]  # per cache group
+    rows_T: Int32Array
+    places_T: Int64Array  # positions_T on the host
     first_token_R: Int64Array  # in plan order: place in T of the row's first token
     last_token_R: Int64Array  # in plan order: place in T of the row's last token
 
@@ -88,8 +90,33 @@ def build_inputs(plan: StepPlan, rows: RowTable, groups: Sequence[GroupTable], *
         token_ids_T=_to(rows.token_ids[batch.rows_T, batch.positions_T], device),
         positions_T=_to(batch.positions_T, device),
         metadata=tuple(_metadata(batch, queries, group, device) for group in groups),
+        rows_T=batch.rows_T,
+        places_T=batch.positions_T,
         first_token_R=first_R,
         last_token_R=last_R,
+    )
+
+
+def one_token_metadata(
+    rows_R: Int32Array, positions_R: Int32Array, has_slot_R: BoolArray, *, group: GroupTable, device: torch.device
+) -> AttentionMetadata:
+    """Of decode rows at positions whose blocks are in the group's table; those that have no slot write nothing."""
+    num_rows, seq_lens_R = len(rows_R), positions_R + np.int32(1)
+    seq_lens = seq_lens_R.tolist()
+    slots_R = slot_mapping(group.table, rows_R, positions_R.astype(np.int64), group.block_size)
+    slots_R[~has_slot_R] = PAD_SLOT_ID
+    return AttentionMetadata(
+        num_rows=num_rows,
+        num_decode_rows=num_rows,
+        num_tokens=num_rows,
+        max_query_len=1,
+        max_seq_len=max(seq_lens),
+        query_start_R1=_to(np.arange(num_rows + 1, dtype=np.int32), device),
+        seq_lens_R=_to(seq_lens_R, device),
+        block_table_RM=_to(group.table.block_ids[rows_R, : -(-max(seq_lens) // group.block_size)], device),
+        slot_mapping_T=_to(slots_R, device),
+        query_lens=[1] * num_rows,
+        seq_lens=seq_lens,
     )
 
 

@@ -8,6 +8,7 @@ from blockferry.engine.config import DraftMethod
 from blockferry.engine.models.mtp import Drafter
 from blockferry.engine.rows import RowTable
 from blockferry.engine.spec_decode.base import DraftProposer, NoProposer
+from blockferry.engine.spec_decode.lone_module import LoneModuleProposer
 from blockferry.engine.spec_decode.mtp import DraftPages, MtpProposer
 from blockferry.engine.worker.backends import draft_compute
 from blockferry.engine.worker.spec import WorkerSpec
@@ -28,7 +29,8 @@ def make_proposer(parts: ProposerParts) -> DraftProposer:
     spec, speculation = parts.spec, parts.spec.speculation
     if parts.drafter is not None:
         compute = draft_compute(spec.device, parts.drafter, parts.pages.caches)
-        return MtpProposer(parts.drafter, parts.rows, parts.pages, compute)
+        propose_by = LoneModuleProposer if len(parts.drafter.modules) == 1 else MtpProposer
+        return propose_by(parts.drafter, parts.rows, parts.pages, compute)
     if speculation is not None and speculation.method is DraftMethod.NGRAM and spec.is_sampler:
         from blockferry.engine.spec_decode.ngram import NgramProposer  # loads numba, which GPU workers rarely need
 

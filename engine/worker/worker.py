@@ -359,9 +359,7 @@ class Worker:
         settle_states(plan, accepted.num_tokens_S, self._states, cache.views)
         logprobs += cache.output.drawn_logprobs(targets, drawn, accepted)
         self._step_clock.end(StepPart.SAMPLING)
-        step = VerifiedStep(
-            plan=plan, hidden_TE=hidden_TE, first_token_R=inputs.first_token_R, num_tokens_S=accepted.num_tokens_S
-        )
+        step = VerifiedStep(plan=plan, hidden_TE=hidden_TE, inputs=inputs, num_tokens_S=accepted.num_tokens_S)
         proposals = cache.proposer.propose(step)
         self._step_clock.end(StepPart.DRAFTING)
         return StepResult(

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,6 +11,7 @@ from blockferry.engine.rows import RowTable
 from blockferry.engine.spec_decode.base import VerifiedStep
 from blockferry.engine.spec_decode.ngram import NgramProposer
 from blockferry.engine.wire import NO_DRAFT, StepPlan
+from blockferry.engine.worker.inputs import StepInputs
 from blockferry.kernels.cpu_launch import Launcher, kernel_store
 from blockferry.kernels.cpu_ngram import NgramLookup
 
@@ -75,7 +77,15 @@ def proposals(rows: RowTable, sampling_rows: list[int], num_proposals: int) -> l
     step = VerifiedStep(
         plan=plan,
         hidden_TE=None,
-        first_token_R=np.zeros(len(plan.rows), np.int64),
+        inputs=StepInputs(
+            token_ids_T=torch.empty(0),
+            positions_T=torch.empty(0),
+            metadata=(),
+            rows_T=np.empty(0, np.int32),
+            places_T=np.empty(0, np.int64),
+            first_token_R=np.zeros(len(plan.rows), np.int64),
+            last_token_R=np.zeros(len(plan.rows), np.int64),
+        ),
         num_tokens_S=np.ones(len(sampling_rows), np.int32),
     )
     return NgramProposer(rows, min_ngram=2, max_ngram=3).propose(step).tolist()
