@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from blockferry.engine.kv.spec import KVCacheConfig
+from blockferry.engine.kv.spec import KVCacheConfig, KVCacheSpec, MambaSpec
 from blockferry.engine.request import SamplingParams
 from blockferry.engine.wire import BlockDeltas, NewRow, StepPlan
 from blockferry.engine.worker.spec import WorkerSpec
@@ -82,15 +82,19 @@ def _plans(prompt: NewRow, blocks: BlockDeltas, *, num_drafts: int) -> list[Step
 
 
 def _fits(ledger: KVCacheConfig, num_tokens: int) -> bool:
-    counts = [group.spec.num_blocks_for(num_tokens) for group in ledger.groups]
+    counts = [_num_columns(group.spec, num_tokens) for group in ledger.groups]
     if ledger.slab is None:
         return sum(counts) < ledger.num_blocks
     return all(count <= ledger.slab.num_pages(group) for group, count in enumerate(counts))
 
 
+def _num_columns(spec: KVCacheSpec, num_tokens: int) -> int:
+    return spec.num_blocks_for(num_tokens) + (spec.num_speculative_blocks if isinstance(spec, MambaSpec) else 0)
+
+
 def first_blocks(ledger: KVCacheConfig, num_tokens: int) -> BlockDeltas:
     """Row 0's first columns. In slabs, groups number pages of their own, which may lie in the same bytes."""
-    counts = [group.spec.num_blocks_for(num_tokens) for group in ledger.groups]
+    counts = [_num_columns(group.spec, num_tokens) for group in ledger.groups]
     columns = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])
     return BlockDeltas(
         group=np.repeat(np.arange(len(counts), dtype=np.int32), counts),

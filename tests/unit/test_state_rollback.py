@@ -30,10 +30,10 @@ class Run:
 
     def __init__(self, path: Path, options: EngineOptions, drafts: KnownDrafts | None = None) -> None:
         self.pool = np.empty(0, np.uint8)
-        worker = start_worker(
+        self.worker = start_worker(
             path, options, make_proposer=make_proposer if drafts is None else drafts.of, allocate=self.allocate
         )
-        self.engine = LocalEngine(path, options, worker)
+        self.engine = LocalEngine(path, options, self.worker)
         (stage,) = self.engine.plan.stages
         self.views = PageViews(
             stage, torch.from_numpy(self.pool), layout=options.layout, dtypes=page_dtypes(stage, torch.float32)
@@ -110,3 +110,11 @@ def test_hits_on_borders_that_drafts_crossed_change_no_token(ground: Ground, blo
         answers = mine.answer(longer)
         assert [answer[: NUM_OUTPUT - length] for answer in answers] == [output[length:] for output in ground.outputs]
     assert mine.engine.kv.stats().num_hit_tokens > 0
+
+
+def test_warming_up_writes_no_state_into_the_null_block(ground: Ground) -> None:
+    mine = ground.drafting(RIGHT)
+    mine.worker.warm_up()
+    for layer, spec in enumerate(mine.engine.plan.model.layers):
+        if isinstance(spec, MambaSpec):
+            assert all(tensor[0].isnan().all() for tensor in mine.views.layers[layer])
