@@ -19,6 +19,8 @@ computed counts are RowTable's, blocks are the ledger's; nothing here touches ei
                                                   |                    |
             FREE <---- last step that names the row retired ---- ENDED <---- stop, limit, abort, drained,
                                                                              handed over (from any phase)
+
+A row that speculates stays in DECODE while drafts in flight may bring its last token, or not.
 """
 
 from __future__ import annotations

@@ -79,15 +79,16 @@ class PlanDraft:
         self.num_budget_tokens -= len(rows)
 
     def set_drafts(self, num_drafts: Int32Array) -> None:
-        """Plan num_drafts more tokens for each decode row."""
-        self.num_drafts = num_drafts
-        self.num_budget_tokens -= int(np.add.reduce(num_drafts))
+        """Plan num_drafts more tokens for each decode row; empty: none for any."""
+        if len(num_drafts):
+            self.num_drafts = num_drafts
+            self.num_budget_tokens -= int(np.add.reduce(num_drafts))
 
     def drafts_of(self, num_rows: int) -> Int32Array:
         """num_drafts of the step's first num_rows rows, decode rows first; empty: none of any."""
-        num_missing = num_rows - len(self.num_drafts)
-        if not len(self.num_drafts) or not num_missing:
+        if not len(self.num_drafts) or len(self.num_drafts) == num_rows:
             return self.num_drafts
+        num_missing = num_rows - len(self.num_drafts)
         return np.concatenate([self.num_drafts, np.zeros(num_missing, np.int32)])
 
     def add_chunk(self, chunk: Chunk) -> None:
@@ -145,8 +146,7 @@ class StepScheduler:
             self._preempt(youngest, gate)
 
     def _plan_decodes(self, draft: PlanDraft, gate: HandoffGate) -> None:
-        is_decoding = any(record.is_decoding for record in self._instance.in_flight)
-        rows = self._instance.speculation.ready(self._batch.decode_rows(), is_decoding=is_decoding)
+        rows = self._instance.speculation.ready(self._batch.decode_rows(), self._instance.in_flight)
         if not len(rows):
             return
         if len(rows) > draft.num_budget_tokens:
@@ -156,7 +156,8 @@ class StepScheduler:
             draft.has_slots = self._instance.kv.allocate_decode(rows, num_drafts) == len(rows)
         if not draft.has_slots:
             rows = self._serve(rows, gate)
-            num_drafts = self._choose_drafts(rows, draft)
+            if len(num_drafts):
+                num_drafts = self._choose_drafts(rows, draft)
         draft.set_decode_rows(rows)
         draft.set_drafts(num_drafts)
 

@@ -15,7 +15,8 @@ Prefills are planned meanwhile.
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,9 @@ from blockferry.engine.rows import RowTable
 from blockferry.engine.scheduler.draft_length import DraftLengths, IndexArray, make_draft_lengths
 from blockferry.engine.scheduler.new_tokens import Drawn
 from blockferry.engine.scheduler.sequence import Sequence, Ticket
+
+if TYPE_CHECKING:
+    from blockferry.engine.scheduler.instance import StepRecord
 
 NO_DRAFTS: Int32Array = np.empty(0, np.int32)
 _DRAFTED = np.int64(1 << 32)  # two counts in one number: half the cost of two
@@ -54,8 +58,8 @@ class SpeculationCounters:
 class Speculation(Protocol):
     """What an instance does about drafts. Called by the thread that owns the instance."""
 
-    def ready(self, rows: Int32Array, *, is_decoding: bool) -> Int32Array:
-        """Those of decode rows that may be planned now; is_decoding: a step that decodes is in flight."""
+    def ready(self, rows: Int32Array, in_flight: Iterable[StepRecord]) -> Int32Array:
+        """Those of decode rows that may be planned now, while these steps are in flight."""
 
     def choose(self, rows: Int32Array, *, num_budget_tokens: int) -> Int32Array:
         """Drafts to verify of each of rows [R], within a token budget, the first rows first; empty: none of any."""
@@ -94,9 +98,9 @@ class Speculation(Protocol):
 class NoSpeculation:
     """An instance whose rows get one token per step."""
 
-    def ready(self, rows: Int32Array, *, is_decoding: bool) -> Int32Array:
+    def ready(self, rows: Int32Array, in_flight: Iterable[StepRecord]) -> Int32Array:
         """All: what a step in flight yields is not needed to plan the next."""
-        del is_decoding
+        del in_flight
         return rows
 
     def choose(self, rows: Int32Array, *, num_budget_tokens: int) -> Int32Array:
@@ -175,9 +179,9 @@ class RowDrafts:
 
     # planning
 
-    def ready(self, rows: Int32Array, *, is_decoding: bool) -> Int32Array:
+    def ready(self, rows: Int32Array, in_flight: Iterable[StepRecord]) -> Int32Array:
         """None while a step that decodes is in flight, then those whose first token has arrived."""
-        if is_decoding:
+        if any(record.is_decoding for record in in_flight):
             return _NO_ROWS
         is_known = self._table.num_computed_tokens.take(rows) < self._table.num_tokens.take(rows)
         return rows if np.count_nonzero(is_known) == len(rows) else rows[is_known]

@@ -162,15 +162,26 @@ def test_drafts_are_dropped_where_blocks_are_lacking():
     cluster.check_all_free()
 
 
-def test_a_row_that_holds_its_slots_drafts_though_others_lack_blocks():
-    cluster = make(num_blocks=6, block_size=4, enable_caching=False, watermark=0.0)
-    cluster.add(0, prompt(7), MIXED, max_tokens=9)
-    cluster.add(1, prompt(12, 1), MIXED, max_tokens=2, min_tokens=2)
-    cluster.add(2, prompt(1, 2), MIXED, max_tokens=3)
+def test_a_row_that_holds_its_slots_drafts_though_an_older_one_lacks_a_block():
+    # all 4 blocks of 8 are held; the older row's drafts would reach into a block more, the younger's do not
+    cluster = make(num_blocks=5, block_size=8, enable_caching=False, watermark=0.0, max_num_batched_tokens=40)
+    cluster.add(0, prompt(6), MIXED, max_tokens=9)
+    cluster.add(1, prompt(17, 1), MIXED, max_tokens=9)
     step(cluster)
-    step(cluster)
+    assert step(cluster).num_drafts.tolist() == [0, 3]
     cluster.drain()
     cluster.check_all_free()
+
+
+@pytest.mark.parametrize("num_blocks", [24, 200])
+def test_room_for_drafts_may_be_scarce_or_plenty(num_blocks):
+    cluster = make(SimDrafts(accuracy=0.7), num_blocks=num_blocks)
+    for handle in range(6):
+        cluster.add(handle, prompt(5 + handle, handle), MIXED, max_tokens=25)
+    while cluster.step_all():
+        cluster.check()
+    cluster.check_all_free()
+    assert counts(cluster)["num_accepted"] > 20
 
 
 def test_a_request_that_fills_the_whole_pool_runs_with_drafts():
