@@ -246,18 +246,15 @@ class _Kept(NamedTuple):
     """How an instance keeps one layer. Groups, block and page sizes may differ between two."""
 
     spec: LayerSpec
-    is_draft: bool
 
     def __str__(self) -> str:
         spec = self.spec
         reach = f" ({spec.reach})" if isinstance(spec, AttentionSpec) and spec.reach.storage != FullReach() else ""
-        return f"{spec.kind}{reach}{' of a draft' if self.is_draft else ''}"
+        return f"{spec.kind}{reach}"
 
     def fills(self, target: _Kept) -> bool:
         """Whether it holds all that the target reads: the same, or every token of a layer that is local there."""
         here, there = self.spec, target.spec
-        if self.is_draft != target.is_draft:
-            return False
         if isinstance(here, AttentionSpec) and isinstance(there, AttentionSpec):
             reaches = (there.reach.storage, there.reach.kept_whole.storage)
             return here.content.is_latent == there.content.is_latent and here.reach.storage in reaches
@@ -266,7 +263,7 @@ class _Kept(NamedTuple):
 
 def _kept_layers(instance: Instance) -> dict[int, _Kept]:
     return {
-        layer_id: _Kept(spec, group.is_draft)
+        layer_id: _Kept(spec)
         for group in instance.kv.config.groups
         for layer_id, spec in zip(group.layer_ids, group.layer_specs, strict=True)
     }

@@ -267,6 +267,13 @@ def test_equal_layers_in_other_groups_are_not_refused():
     join(instance_of("p", "full+5 windows"), instance_on(merged, "d"))
 
 
+def test_layers_that_share_blocks_with_a_drafting_one_on_one_side_alone_are_not_refused():
+    plain = kv_config(Shape(instance_id="d"))
+    (group,) = plain.groups
+    marked = dataclasses.replace(plain, groups=(dataclasses.replace(group, is_draft=True),))
+    join(instance_on(plain, "p"), instance_on(marked, "d"))
+
+
 def test_blocks_that_context_parallel_ranks_share_are_refused_by_name():
     config = kv_config(Shape(instance_id="p"))
     spec = dataclasses.replace(config.groups[0].spec, context_parallel_size=2)
