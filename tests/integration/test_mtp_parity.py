@@ -105,7 +105,7 @@ MORE_TRANSFERS = [(PUSH, Overlap.CHUNKS), (PUSH, Overlap.LAYERS), (PULL, Overlap
 
 
 @each_family
-@pytest.mark.parametrize("transfer", [*TRANSFERS, *full(*MORE_TRANSFERS)], ids=str)
+@pytest.mark.parametrize("transfer", [*TRANSFERS, *full(*MORE_TRANSFERS)], ids="-".join)
 def test_handed_over_sequences_draft_what_they_would_have_drafted(
     family: str, transfer: tuple[TransferMode, Overlap], folder: Path
 ) -> None:
@@ -143,6 +143,23 @@ def test_preempted_sequences_write_the_same(family: str, folder: Path) -> None:
     assert outputs == GROWING.expected(checkpoint.path)
     assert engine.instance.num_preemptions
     assert counters(engine.instance).num_accepted > 0
+
+
+@pytest.mark.full
+@each_family
+@pytest.mark.parametrize("shapes", [({}, {"tp_size": 2}), ({"pp_size": 2}, {}), ({"tp_size": 2}, {"pp_size": 2})])
+def test_sides_of_unequal_shape_draft_for_each_other(
+    family: str, shapes: tuple[dict[str, int], dict[str, int]], folder: Path
+) -> None:
+    checkpoint, options = drafting(family, folder)
+    prefill, decode = (dataclasses.replace(options, **shape) for shape in shapes)  # type: ignore[arg-type]  # sizes
+    pair = LocalPair(checkpoint.path, prefill, decode)
+    try:
+        assert pair.generate(WORKLOAD.prompts, WORKLOAD.num_output) == WORKLOAD.expected(checkpoint.path)
+    finally:
+        pair.close()
+    assert not pair.failures
+    assert counters(pair.instances[DECODE]).num_accepted > 0
 
 
 @pytest.mark.full
