@@ -1,6 +1,6 @@
 """One rank of an instance: keeps rows and block tables in step with the scheduler and executes its plans.
 
-Owns the rows, tables, sampling parameters, model and pages of its process. Knows no sockets and no Ray; one
+Owns the rows, model and pages of its process. Knows no sockets and no Ray; one
 thread, the model thread, calls it. Life: Worker(spec) -> load() -> init_cache() -> execute()... -> close().
 """
 
@@ -17,13 +17,11 @@ from numpy.typing import NDArray
 from blockferry.connectors.base import PoolLayout
 from blockferry.connectors.compute_progress import ComputeProgress
 from blockferry.engine.config import Device
-from blockferry.engine.kv.block_table import BlockTable
 from blockferry.engine.kv.instance_plan import InstancePlan
 from blockferry.engine.kv.model_config import ModelConfig
 from blockferry.engine.kv.model_families import kv_head_span
-from blockferry.engine.kv.model_layers import CacheDType, ModelLayers
-from blockferry.engine.kv.reach import SequenceLimits, SpecKind
-from blockferry.engine.kv.spec import AttentionSpec, KVCacheGroup
+from blockferry.engine.kv.model_layers import CacheDType
+from blockferry.engine.kv.spec import AttentionSpec
 from blockferry.engine.models.decoder import Decoder
 from blockferry.engine.models.layers import Communicator
 from blockferry.engine.models.loader import fingerprint
@@ -32,8 +30,7 @@ from blockferry.engine.models.registry import ModelParts, load_drafter, load_mod
 from blockferry.engine.models.sharding import Span
 from blockferry.engine.models.weights import Placement
 from blockferry.engine.request import Int32Array
-from blockferry.engine.rows import RowTable
-from blockferry.engine.spec_decode.acceptance import accept, draft_positions, targets_of
+from blockferry.engine.spec_decode.acceptance import Targets, accept, targets_of
 from blockferry.engine.spec_decode.base import DraftProposer, VerifiedStep
 from blockferry.engine.spec_decode.mtp import DraftPages
 from blockferry.engine.wire import StepPlan, StepResult
@@ -46,7 +43,6 @@ from blockferry.engine.worker.backends import (
     layer_ops,
     state_ops,
 )
-from blockferry.engine.worker.block_table import apply_deltas
 from blockferry.engine.worker.cache_scales import scaled_layouts, scales_in, stored_scales
 from blockferry.engine.worker.calibration import (
     ObservedAttention,
@@ -56,19 +52,19 @@ from blockferry.engine.worker.calibration import (
     no_magnitudes,
     scales_of,
 )
-from blockferry.engine.worker.inputs import GroupTable, build_inputs, encoder_input
+from blockferry.engine.worker.inputs import build_inputs, encoder_input
 from blockferry.engine.worker.layer_reports import LayerReports
+from blockferry.engine.worker.live_rows import LiveRows
 from blockferry.engine.worker.model_runner import LayerByLayer, LayerCompute, ModelRunner
-from blockferry.engine.worker.outputs import OutputStage, nothing_drawn
+from blockferry.engine.worker.outputs import Drawn, OutputStage, nothing_drawn
 from blockferry.engine.worker.page_views import PageViews
 from blockferry.engine.worker.paged_caches import PagedCaches, StagePages
 from blockferry.engine.worker.parallel import LoneCommunicator, Parallel, join
 from blockferry.engine.worker.pool_layouts import HeldHeads, pool_layouts
 from blockferry.engine.worker.pool_memory import Allocate, make_memory, page_dtypes
 from blockferry.engine.worker.proposers import ProposerParts, make_proposer
-from blockferry.engine.worker.sampling_state import SamplingState
 from blockferry.engine.worker.spec import WorkerSpec
-from blockferry.engine.worker.state_inputs import StateBlocks, settle_states
+from blockferry.engine.worker.state_inputs import settle_states
 from blockferry.engine.worker.step_clock import StepClock, StepPart
 from blockferry.engine.worker.warm_up import warm_up_plans
 from blockferry.kernels.fp8 import CacheScales
@@ -102,13 +98,7 @@ class Worker:
         self.progress = ComputeProgress()  # which layers of which step are computed, for transfers
         self._dtype = TORCH_DTYPES[spec.dtype]
         self._device = torch.device("cpu" if spec.device is Device.CPU else f"cuda:{spec.device_index}")
-        # one more than the longest sequence: its last sampled token is never computed
-        self._rows = RowTable(max_rows=spec.max_rows, max_model_len=spec.max_model_len + 1)
-        self._groups: list[GroupTable] = []
-        self._tables: list[BlockTable] = []
-        self._states: dict[int, StateBlocks] = {}  # by cache group
-        self._sampling = SamplingState(spec.max_rows)
-        self._unencoded: dict[int, Int32Array] = {}  # by row: an encoder's input that is still to be read
+        self._live = LiveRows(spec)
         self._parallel: Parallel | None = None
         self._model: Decoder | None = None
         self._drafter: Drafter | None = None
@@ -232,14 +222,12 @@ class Worker:
             parallel=self._parallel,
             hidden_TE=torch.empty(hidden_shape, dtype=self._dtype, device=self._device),
         )
-        self._groups = [self._group_table(group, plan.model) for group in plan.ledger.groups]
-        self._tables = [group.table for group in self._groups]
-        self._states = {i: group.states for i, group in enumerate(self._groups) if group.states is not None}
+        self._live.open(plan.ledger, plan.model)
         self._cache = _Cache(
             plan=plan,
             views=views,
             runner=runner,
-            output=OutputStage(runner, self._rows, self._sampling),
+            output=OutputStage(runner, self._live.table, self._live.sampling),
             proposer=self._make_proposer(self._proposer_parts(caches)),
             scales=scales,
             reports=reports,
@@ -247,9 +235,9 @@ class Worker:
 
     def _proposer_parts(self, caches: PagedCaches) -> ProposerParts:
         pages = DraftPages(
-            caches=caches, groups=self._groups, max_model_len=self.spec.max_model_len, device=self._device
+            caches=caches, groups=self._live.groups, max_model_len=self.spec.max_model_len, device=self._device
         )
-        return ProposerParts(spec=self.spec, rows=self._rows, drafter=self._drafter, pages=pages)
+        return ProposerParts(spec=self.spec, rows=self._live.table, drafter=self._drafter, pages=pages)
 
     def warm_up(self) -> None:
         """Compile whatever the first request would have to wait for. After init_cache(); all ranks at once."""
@@ -260,7 +248,7 @@ class Worker:
     def reset(self) -> None:
         """Forget every row and how far steps were computed, for another scheduler. While no plan is executed."""
         for row in range(self.spec.max_rows):
-            self._forget(row)
+            self._live.forget(row)
         self.progress.reset()
 
     @property
@@ -274,21 +262,6 @@ class Worker:
         config, tp_size = ModelConfig(self.model.header.values), self.spec.tp_size
         spans = [kv_head_span(config, tp_rank=rank, tp_size=tp_size) for rank in range(tp_size)]
         return spans.count(self._kv_heads)
-
-    def _group_table(self, group: KVCacheGroup, model: ModelLayers) -> GroupTable:
-        spec = group.spec
-        limits = SequenceLimits(
-            max_model_len=self.spec.max_model_len + 1,
-            max_in_flight_tokens=self.spec.max_num_batched_tokens,
-            max_num_encoder_tokens=model.num_encoder_tokens,
-        )
-        table = BlockTable(max_rows=self.spec.max_rows, max_blocks=spec.max_num_blocks_per_req(limits) + 1)
-        return GroupTable(
-            table=table,
-            block_size=spec.tokens_per_block,
-            states=StateBlocks(table, spec.tokens_per_block) if spec.kind is SpecKind.MAMBA else None,
-            is_cross=spec.kind is SpecKind.CROSS_ATTENTION,
-        )
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult | None:
@@ -305,58 +278,29 @@ class Worker:
         return dataclasses.replace(result, duration_s=time.perf_counter() - started_s)
 
     def _apply(self, plan: StepPlan) -> None:
-        """Rows, drafts, tables and pages as the plan wants them before it is computed."""
-        for row in plan.freed_rows.tolist():
-            self._forget(row)
-        for new_row in plan.new_rows:
-            self._rows.assign(
-                new_row.row,
-                new_row.token_ids,
-                num_prompt_tokens=new_row.num_prompt_tokens,
-                num_encoder_tokens=new_row.num_encoder_tokens,
-            )
-            if new_row.encoder_token_ids is not None:
-                self._unencoded[new_row.row] = new_row.encoder_token_ids
-            self._sampling.assign(new_row)
-        if len(plan.draft_token_ids):
-            drafted = np.repeat(plan.rows, plan.num_drafts)
-            self._rows.put_drafts(drafted, draft_positions(plan), plan.draft_token_ids)
-        apply_deltas(self._tables, plan.deltas)
+        """Rows and pages as the plan wants them before it is computed."""
+        self._live.apply(plan)
         if len(plan.copies) or len(plan.zero):
             assert self._cache is not None, "init_cache() comes first"
-            for group in range(len(self._groups)):
+            for group in range(len(self._live.groups)):
                 self._cache.views.zero_blocks(group, plan.zero[plan.zero[:, 0] == group, 1])
                 self._cache.views.copy_blocks(group, plan.copies[plan.copies[:, 0] == group, 1:])
 
-    def _forget(self, row: int) -> None:
-        self._rows.clear(row)
-        self._unencoded.pop(row, None)
-        for table in self._tables:
-            table.clear(row)
-        for states in self._states.values():
-            states.forget(row)
-
     def _compute(self, plan: StepPlan) -> StepResult:
         """Compute the rows, draw, and append what counts; the result means something on the sampler rank only."""
-        cache, parallel = self._cache, self._parallel
-        assert parallel is not None, "load() comes first"
+        cache, live = self._cache, self._live
         assert cache is not None, "init_cache() comes first"
-        for row in [row for row in plan.rows.tolist() if row in self._unencoded]:  # one by one, to bound memory
-            input_N = self._unencoded.pop(row)
-            cache.runner.encode(encoder_input(row, input_N, self._groups, device=self._device))
-        inputs = build_inputs(plan, self._rows, self._groups, device=self._device)
+        for row, input_N in live.take_unencoded(plan):  # one by one, to bound memory
+            cache.runner.encode(encoder_input(row, input_N, live.groups, device=self._device))
+        inputs = build_inputs(plan, live.table, live.groups, device=self._device)
         targets = targets_of(plan, inputs.last_token_R)
         hidden_TE = cache.runner.forward(inputs)
         self._step_clock.end(StepPart.FORWARD)
-        drawn, logprobs = nothing_drawn(targets), []
-        if hidden_TE is not None:
-            logprobs = cache.output.prompt_logprobs(plan, inputs, hidden_TE)
-            if len(targets):
-                drawn = cache.output.draw(targets, hidden_TE)
-        token_ids_N = parallel.share_tokens(drawn.token_ids_N) if len(targets) else drawn.token_ids_N
-        accepted = accept(targets, token_ids_N)
-        self._rows.append_several(plan.rows[plan.sample], accepted.token_ids, accepted.num_tokens_S)
-        settle_states(plan, accepted.num_tokens_S, self._states, cache.views)
+        logprobs = [] if hidden_TE is None else cache.output.prompt_logprobs(plan, inputs, hidden_TE)
+        drawn = self._draw(targets, hidden_TE)
+        accepted = accept(targets, drawn.token_ids_N)
+        live.append(plan.rows[plan.sample], accepted)
+        settle_states(plan, accepted.num_tokens_S, live.states, cache.views)
         logprobs += cache.output.drawn_logprobs(targets, drawn, accepted)
         self._step_clock.end(StepPart.SAMPLING)
         step = VerifiedStep(plan=plan, hidden_TE=hidden_TE, inputs=inputs, num_tokens_S=accepted.num_tokens_S)
@@ -369,6 +313,15 @@ class Worker:
             proposals=proposals,
             logprobs=tuple(logprobs),
         )
+
+    def _draw(self, targets: Targets, hidden_TE: torch.Tensor | None) -> Drawn:
+        """The sampler rank's tokens, on every rank; hidden states are the last stage's."""
+        assert self._parallel is not None, "load() comes first"
+        assert self._cache is not None, "init_cache() comes first"
+        if not len(targets):
+            return nothing_drawn(targets)
+        drawn = nothing_drawn(targets) if hidden_TE is None else self._cache.output.draw(targets, hidden_TE)
+        return dataclasses.replace(drawn, token_ids_N=self._parallel.share_tokens(drawn.token_ids_N))
 
     def close(self) -> None:
         """Leave the instance; idempotent."""
