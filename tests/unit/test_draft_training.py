@@ -217,7 +217,7 @@ class Killed(Exception):
 def train(base, path, *, kill_at=None):
     examples = make_examples(base)
     module = make_module(base, initial_weights(base, examples))
-    settings = TrainSettings(num_epochs=3, tokens_per_batch=160, save_every_s=0.0)
+    settings = TrainSettings(num_epochs=3, tokens_per_batch=160, learning_rate=1e-3, save_every_s=0.0)
     trainer = Trainer(module, base.embedding_VE, base.head_VE[shortlist().long()], settings)
     losses = []
 

@@ -21,6 +21,13 @@ def test_every_source_folder_is_packaged() -> None:
     assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == expected
 
 
+def test_every_shipped_config_and_weight_is_packaged() -> None:
+    patterns = PYPROJECT["tool"]["setuptools"]["package-data"]["*"]
+    folder = ROOT / "configs"
+    files = {path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert files == {path for pattern in patterns for path in folder.glob(pattern)}
+
+
 def test_kernels_folder_is_no_regular_package() -> None:
     # a kernels/__init__.py on sys.path would shadow the Hugging Face `kernels` package
     assert not (ROOT / "kernels" / "__init__.py").exists()
