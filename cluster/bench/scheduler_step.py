@@ -2,7 +2,7 @@
 
 Every row holds a prompt of its own length, so that in each step one row in block_size crosses into a new block,
 which is allocated, and one fills a block, which is hashed and cached. Stop ids are checked as in real use. Beside it
-the same with drafts, where a step yields two to three tokens per row, and so fills two to three times as many blocks.
+the same with drafts, where a step yields about two tokens per row, and so fills twice as many blocks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Drafting:
         return SpeculationConfig(method=DraftMethod.NGRAM, num_tokens=NUM_DRAFTS, is_adaptive=self.is_adaptive)
 
 
-# of half of the drafts accepted a row that adapts would verify fewer; of four in five it verifies nearly all
+# where half of the drafts are accepted, or four in five, rows that adapt verify none or one in batches of these sizes
 DRAFTINGS = (Drafting(is_adaptive=False, acceptance=0.5), Drafting(is_adaptive=True, acceptance=0.8))
 
 

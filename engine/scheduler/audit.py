@@ -138,11 +138,11 @@ def _check_row(instance: Instance, row: int, in_flight: _InFlight) -> None:
 
 
 def _check_drafts(instance: Instance, row: int) -> None:
-    """Drafts are kept for the step after a row's last token only, and fit in front of its end."""
+    """Drafts are kept by rows that decode only, or whose drafts will travel, and fit in front of the row's end."""
     phase, num_drafts = Phase(instance.batch.phase[row]), instance.speculation.num_kept(row)
     num_room = instance.rows.max_model_len - int(instance.rows.num_tokens[row]) - 1
     _require(num_drafts <= max(0, num_room), instance, f"{num_drafts} drafts and room for {num_room}", row)
-    can_keep = phase in (Phase.DECODE, Phase.PARKED) and not instance.num_in_flight(row)
+    can_keep = phase in (Phase.DECODE, Phase.PARKED)
     _require(can_keep or not num_drafts, instance, f"a row in {phase.name} keeps {num_drafts} drafts", row)
 
 

@@ -15,7 +15,7 @@ Prefills are planned meanwhile.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -58,14 +58,14 @@ class SpeculationCounters:
 class Speculation(Protocol):
     """What an instance does about drafts. Called by the thread that owns the instance."""
 
-    def ready(self, rows: Int32Array, in_flight: Iterable[StepRecord]) -> Int32Array:
+    def ready(self, rows: Int32Array, in_flight: Collection[StepRecord]) -> Int32Array:
         """Those of decode rows that may be planned now, while these steps are in flight."""
 
     def choose(self, rows: Int32Array, *, num_budget_tokens: int) -> Int32Array:
         """Drafts to verify of each of rows [R], within a token budget, the first rows first; empty: none of any."""
 
     def gather(self, rows: Int32Array, num_drafts: Int32Array) -> Int32Array:
-        """The first num_drafts [R] drafts of rows [R], row by row, [sum(num_drafts)]; they are used up."""
+        """The first num_drafts [R] drafts of rows [R], row by row, [sum(num_drafts)]."""
 
     def num_proposals(self, rows: Int32Array) -> int:
         """Most drafts that any of rows will want after the step that is being planned."""
@@ -89,7 +89,7 @@ class Speculation(Protocol):
         """The row lost its blocks, or its sequence: its drafts go; its counts go to the ticket."""
 
     def num_kept(self, row: int) -> int:
-        """Drafts that the row has."""
+        """Drafts that the row has, or had when the step was planned that it has in flight."""
 
     def counters(self) -> SpeculationCounters | None:
         """For status and metrics; None where nothing is ever drafted."""
@@ -98,7 +98,7 @@ class Speculation(Protocol):
 class NoSpeculation:
     """An instance whose rows get one token per step."""
 
-    def ready(self, rows: Int32Array, in_flight: Iterable[StepRecord]) -> Int32Array:
+    def ready(self, rows: Int32Array, in_flight: Collection[StepRecord]) -> Int32Array:
         """All: what a step in flight yields is not needed to plan the next."""
         del in_flight
         return rows
@@ -179,8 +179,10 @@ class RowDrafts:
 
     # planning
 
-    def ready(self, rows: Int32Array, in_flight: Iterable[StepRecord]) -> Int32Array:
+    def ready(self, rows: Int32Array, in_flight: Collection[StepRecord]) -> Int32Array:
         """None while a step that decodes is in flight, then those whose first token has arrived."""
+        if not in_flight:
+            return rows
         if any(record.is_decoding for record in in_flight):
             return _NO_ROWS
         is_known = self._table.num_computed_tokens.take(rows) < self._table.num_tokens.take(rows)
@@ -198,18 +200,16 @@ class RowDrafts:
 
     def gather(self, rows: Int32Array, num_drafts: Int32Array) -> Int32Array:
         """See Speculation."""
-        places = rows.astype(np.intp)
-        self._counts[places] = 0
         if not len(num_drafts):
             return NO_DRAFTS
-        token_ids: Int32Array = self._packed_ids.take(places).view(np.int32)
+        token_ids: Int32Array = self._packed_ids.take(rows).view(np.int32)
         if num_drafts.min() == self._most:
             return token_ids
         return token_ids.compress(self._leading.take(num_drafts).view(np.bool_))
 
     def num_proposals(self, rows: Int32Array) -> int:
         """See Speculation."""
-        return int(self._wanted.take(rows).max(initial=0))
+        return int(np.maximum.reduce(self._wanted.take(rows), initial=0))
 
     # results
 

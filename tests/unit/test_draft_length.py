@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from blockferry.engine.config import DraftMethod, SpeculationConfig
-from blockferry.engine.scheduler.draft_length import PAYING_RATE, PROBE_INTERVAL, make_draft_lengths
+from blockferry.engine.scheduler.draft_length import PROBE_INTERVAL, make_draft_lengths, paying_rate
 
 ROW = np.array([0])
 
@@ -40,9 +40,9 @@ def test_a_row_whose_drafts_hold_keeps_them():
     assert wanted(lengths) == 3
 
 
-@pytest.mark.parametrize(("acceptance", "expected"), [(0.2, 0), (0.45, 1), (0.61, 2), (0.8, 3)])
+@pytest.mark.parametrize(("acceptance", "expected"), [(0.03, 0), (0.2, 1), (0.33, 2), (0.6, 3)])
 def test_the_jth_draft_is_wanted_where_the_rate_to_the_j_pays(acceptance, expected):
-    assert sum(acceptance**place > PAYING_RATE for place in (1, 2, 3)) == expected
+    assert sum(acceptance**place > paying_rate(1) for place in (1, 2, 3)) == expected
     lengths, generator = make(), np.random.default_rng(0)
     seen = []
     for step in range(4000):
@@ -82,8 +82,18 @@ def test_one_successful_probe_lets_a_row_draft_again():
     learn(lengths, 3, 0, times=50)
     learn(lengths, 1, 1)
     assert wanted(lengths) == 1
-    learn(lengths, 1, 0)
+    learn(lengths, 1, 0, times=10)
     assert wanted(lengths) == 0
+
+
+def test_more_must_hold_the_more_rows_share_a_step():
+    lengths = make(max_rows=64)
+    rows = np.arange(64)
+    for _ in range(40):  # half of the first drafts hold, and none of the others
+        lengths.learn(rows, np.full(64, 3, np.int32), np.zeros(64, np.int32))
+        lengths.learn(rows, np.full(64, 1, np.int32), np.ones(64, np.int32))
+    drafts = [int(lengths.wanted(rows[:count], np.ones(count, np.int32)).now[0]) for count in (1, 4, 16, 64)]
+    assert drafts == [3, 2, 1, 0]
 
 
 def test_rows_learn_by_themselves():
