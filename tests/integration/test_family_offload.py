@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.known_drafts import KnownDrafts
 from support.local_engine import EngineOptions
 from support.local_tiers import TieredEngine, TierSizes
-from support.parity_cases import NAMES, WORKLOAD, smallest_pool
+from support.parity_cases import NAMES, WORKLOAD, Workload, smallest_pool
 from support.parity_table import RecordCell
+from support.speculation_cases import MARKS, ngram
 from support.tiny_families import FAMILIES, build
 
 from blockferry.engine.kv.model_layers import CacheDType
@@ -85,6 +87,26 @@ def test_tokens_are_the_same_whenever_blocks_are_stored(
     engine = open_engine(path, options, offload=OffloadOptions(when=when, min_load_tokens=8))
     serve_twice_and_more(engine, path)
     assert engine.tiers.status()["num_loaded_tokens"] > 0
+
+
+@pytest.mark.parametrize("when", [StoreWhen.ON_EVICTION, pytest.param(StoreWhen.ON_FINISH, marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["jamba", pytest.param("qwen3_next", marks=pytest.mark.full)])
+def test_states_at_boundaries_that_drafts_crossed_come_back_as_they_were(
+    name: str, when: StoreWhen, families_folder: Path, open_engine
+) -> None:
+    path = build(FAMILIES[name], families_folder)
+    options = smallest_pool(EngineOptions(max_model_len=128, block_size=8, speculation=ngram()), path)
+    offload = OffloadOptions(when=when, min_load_tokens=8)
+    proposer = KnownDrafts(WORKLOAD.sequences(path), MARKS).of
+    engine = open_engine(path, options, offload=offload, make_proposer=proposer)
+    serve_twice_and_more(engine, path)
+    num_loaded = engine.tiers.status()["num_loaded_tokens"]
+    answered = [tuple(sequence[:-2]) for sequence in WORKLOAD.sequences(path)]
+    for prompt in answered:  # one by one, so that each finds what it wrote before in memory only
+        more = Workload((prompt,), 8)
+        assert engine.generate(more.prompts, more.num_output) == more.expected(path)
+        engine.settle()
+    assert engine.tiers.status()["num_loaded_tokens"] - num_loaded > sum(map(len, WORKLOAD.prompts))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])

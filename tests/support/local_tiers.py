@@ -25,7 +25,8 @@ from blockferry.engine.kv.tier_policies import PolicyName, make_policy
 from blockferry.engine.scheduler.instance import Instance
 from blockferry.engine.scheduler.offloading import Offloading, OffloadOptions
 from blockferry.engine.wire import StepPlan, StepResult
-from blockferry.engine.worker.worker import Worker
+from blockferry.engine.worker.proposers import make_proposer
+from blockferry.engine.worker.worker import MakeProposer, Worker
 
 TIMEOUT_S = 60.0
 MAX_IDLE = 20
@@ -105,6 +106,7 @@ class TieredEngine(LocalEngine):
         folder: Path,
         sizes: TierSizes = TierSizes(),
         offload: OffloadOptions | None = None,
+        make_proposer: MakeProposer = make_proposer,
     ) -> None:
         pools: list[NDArray[np.uint8]] = []
 
@@ -112,7 +114,7 @@ class TieredEngine(LocalEngine):
             pools.append(np.full(num_bytes, 0xFF, np.uint8))
             return pools[-1]
 
-        worker = Worker(options.worker_spec(path))
+        worker = Worker(options.worker_spec(path), make_proposer=make_proposer)
         worker.load()
         plan = options.plan(path)
         worker.init_cache(plan, allocate)
