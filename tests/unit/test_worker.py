@@ -18,11 +18,12 @@ from support.worker_driver import (
     worker_spec,
 )
 
-from blockferry.engine.config import DType
+from blockferry.engine.config import DraftMethod, DType, SpeculationConfig
 from blockferry.engine.kv.plan_layout import LAYOUTS
 from blockferry.engine.request import SamplingParams
 from blockferry.engine.wire import StepPlan
 from blockferry.engine.worker.ceiling import linear_ceiling
+from blockferry.engine.worker.warm_up import warm_up_plans
 from blockferry.engine.worker.worker import Worker
 
 NUM_OUTPUT = 8
@@ -219,16 +220,33 @@ def worker_with_pool_of(path: Path) -> WorkerWithPool:
     return WorkerWithPool(worker=worker, pool=pool)
 
 
-def test_warm_up_changes_no_token(path: Path, expected: list[list[int]]) -> None:
-    worker = start_worker(worker_spec(path))
+NGRAM = SpeculationConfig(method=DraftMethod.NGRAM)
+
+
+@pytest.mark.parametrize("speculation", [None, NGRAM], ids=["plain", "drafts"])
+def test_warm_up_changes_no_token(path: Path, expected: list[list[int]], speculation: SpeculationConfig | None) -> None:
+    worker = start_worker(worker_spec(path, speculation=speculation))
 
     worker.warm_up()
 
     assert generate(worker, PROMPTS, num_output=NUM_OUTPUT, chunk=20) == expected
 
 
-@pytest.mark.parametrize("num_blocks", [2, 3])
-def test_warm_up_fits_any_pool(path: Path, num_blocks: int) -> None:
-    worker = start_worker(worker_spec(path), num_blocks=num_blocks, block_size=1)
+@pytest.mark.parametrize("speculation", [None, NGRAM], ids=["plain", "drafts"])
+@pytest.mark.parametrize("num_blocks", [2, 3, 5, 8])
+def test_warm_up_fits_any_pool(path: Path, num_blocks: int, speculation: SpeculationConfig | None) -> None:
+    worker = start_worker(worker_spec(path, speculation=speculation), num_blocks=num_blocks, block_size=1)
 
     worker.warm_up()
+
+
+@pytest.mark.parametrize("num_batched_tokens", [1, 2, 3, 64])
+def test_warm_up_verifies_no_more_drafts_than_a_step_holds(path: Path, num_batched_tokens: int) -> None:
+    spec = worker_spec(path, speculation=NGRAM, max_num_batched_tokens=num_batched_tokens)
+
+    plans = warm_up_plans(spec, plan_blocks(spec).ledger)
+
+    assert [int(plan.num_drafts.sum()) for plan in plans if len(plan.num_drafts)] == (
+        [min(3, num_batched_tokens - 1)] if num_batched_tokens > 1 else []
+    )
+    assert max(int(plan.num_scheduled.sum()) for plan in plans) <= num_batched_tokens
