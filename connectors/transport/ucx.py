@@ -75,6 +75,11 @@ class UcxOptions:
             config["NET_DEVICES"] = self.net_device
         return config | dict(self.extra)
 
+    @property
+    def words(self) -> str:
+        """What was asked for, as errors name it."""
+        return ", ".join(f"{name}={value}" for name, value in self.to_config().items() if _DEFAULTS.get(name) != value)
+
 
 class UcxTransport:
     """This process's UCX worker. See Transport for who may call what."""
@@ -84,7 +89,6 @@ class UcxTransport:
     def __init__(self, options: UcxOptions = UcxOptions()) -> None:
         """Set UCX up. Raises TransportError when it is missing or an option is refused."""
         self._options = options
-        self._ways = options.to_config()["TLS"]
         self._ucp = api.load()
         self._ucp.hush()
         loops.warm_up()
@@ -187,7 +191,7 @@ class UcxTransport:
         )
         endpoint = c_void_p()
         status = self._ucp.ucp_ep_create(self._worker, byref(params), byref(endpoint))
-        self._ucp.check(status, f"connect over {self._ways}")
+        self._ucp.check(status, f"connect with {self._options.words}")
         access = UcxAccess(
             ucp=self._ucp,
             worker=self._worker,
@@ -283,7 +287,7 @@ class UcxTransport:
             params = api.Params(field_mask=api.PARAM_FIELD_FEATURES, features=_FEATURES)
             context = c_void_p()
             status = self._ucp.ucp_init_version(api.API_MAJOR, api.API_MINOR, byref(params), config, byref(context))
-            self._ucp.check(status, f"starting UCX with {self._options}")
+            self._ucp.check(status, f"starting UCX with {self._options.words}")
         finally:
             self._ucp.ucp_config_release(config)
         return context

@@ -378,3 +378,11 @@ def test_nothing_is_written_before_the_far_end_has_answered():
         assert not far.view().any()
     finally:
         fabric.close()
+
+
+@pytest.mark.ucx
+def test_ways_that_ucx_does_not_have_are_named():
+    from blockferry.connectors.transport.ucx import UcxOptions, UcxTransport
+
+    with pytest.raises(TransportError, match=r"^starting UCX with TLS=bogus: No such device$"):
+        UcxTransport(UcxOptions(transports=("bogus",)))
