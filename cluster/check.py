@@ -13,7 +13,8 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,15 @@ def check_machine(deployment: Deployment) -> Iterator[Finding]:
         yield _ok("memory", f"{words} of {available / MIB:.0f} MiB available")
     ferried = pools + UCX_ROOM_BYTES + num_all_ranks * UCX_QUEUE_BYTES if is_disaggregated(config) else 0
     yield from _check_shared_memory(ferried=ferried, tiers=tiers)
+
+
+def find_shortage_here(deployment: Deployment, indexes: Sequence[int]) -> str:
+    """What this machine lacks, beside all that runs, for one more instance of each of these shapes; empty: nothing."""
+    shapes = deployment.config.instances
+    more = tuple(dataclasses.replace(shapes[index], replicas=count) for index, count in Counter(indexes).items())
+    config = dataclasses.replace(deployment.config, instances=more)
+    findings = check_machine(dataclasses.replace(deployment, config=config))
+    return next((f"{one.subject}: {one.message}" for one in findings if one.is_error), "")
 
 
 def _check_shared_memory(*, ferried: int, tiers: int) -> Iterator[Finding]:

@@ -14,11 +14,13 @@ from typing import Any
 
 from blockferry.cluster import placement
 from blockferry.cluster.actor_calls import LaunchError
+from blockferry.cluster.check import find_shortage_here
 from blockferry.cluster.control import Handler, Tell
 from blockferry.cluster.placement import PlacedInstance, PlacementError
 from blockferry.cluster.running import InstanceRun
 from blockferry.cluster.supervision import Phase, ScaleRefused, spread
 from blockferry.cluster.supervisor import Supervisor
+from blockferry.connectors.transport.hosts import Hosts
 
 ROOM_TIMEOUT_S = 15.0  # for a place that was given back to be free
 
@@ -131,7 +133,12 @@ class Scaling:
         configs = self._supervisor.running.config.instances
         placed = [PlacedInstance(instance_id="", index=index, config=configs[index]) for index in indexes]
         who = f"{len(indexes)} more instance(s) need"
-        return placement.find_shortage(placed, placement.cluster_nodes(), who=who) if placed else ""
+        if not placed:
+            return ""
+        shortage = placement.find_shortage(placed, placement.cluster_nodes(), who=who)
+        if not shortage and self._supervisor.running.hosts is Hosts.ONE:
+            return find_shortage_here(self._supervisor.running.deployment, indexes)
+        return shortage
 
     def _words(self) -> str:
         serving = self._supervisor.running.in_phase(Phase.SERVING)

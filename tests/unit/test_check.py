@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 from support.deployments import LLAMA, PD
 
-from blockferry.cluster.check import Level, check_deployment, check_weights
+from blockferry.cluster.check import Level, check_deployment, check_weights, find_shortage_here
 from blockferry.cluster.deployment import load_deployment
 from blockferry.cluster.instance_plans import plan_of
 
@@ -97,3 +97,13 @@ def test_missing_shard_and_tokenizer_are_found(folder):
     messages = [one.message for one in check_weights(folder / "model") if one.is_error]
     assert any("model-00002.safetensors is missing" in message for message in messages)
     assert any("tokenizer" in message for message in messages)
+
+
+@pytest.mark.parametrize(("memory", "subject"), [("256KiB", ""), ("200GiB", "memory: ")])
+def test_what_one_more_instance_lacks_on_this_machine_is_found(folder, memory, subject):
+    file = folder / "deployment.yaml"
+    file.write_text(f"{PD}cache: {{memory: {memory}}}\n")
+    deployment = load_deployment(file)
+    assert find_shortage_here(deployment, [1]).startswith(subject)
+    assert bool(find_shortage_here(deployment, [1])) == bool(subject)
+    assert find_shortage_here(deployment, []) == ""
