@@ -186,7 +186,11 @@ class DraftOracle:
         self.checkpoint = checkpoint
         folder = checkpoint.head_path or checkpoint.path
         self._model = load_reference(checkpoint.path)
-        self._tensors = load_file(folder / "model.safetensors")
+        self._tensors = {
+            name: value if name == "draft_token_ids" else value.float()
+            for name, value in load_file(folder / "model.safetensors").items()
+        }
+        self._last_layer: int = self._model.config.num_hidden_layers - 1
         self._layers = [self._layer(place) for place in range(checkpoint.num_modules)]
         self._shortlist = self._tensors.get("draft_token_ids")
 
@@ -248,11 +252,11 @@ class DraftOracle:
             name = {"embedding": "pre_fc_norm_embedding", "hidden": "pre_fc_norm_hidden", "projection": "fc"}
             return f"mtp.{name.get(which, 'norm')}.weight"
         name = {"embedding": "enorm", "hidden": "hnorm", "projection": "eh_proj", "last": "shared_head.norm"}
-        return f"model.layers.{LAST_LAYER[self.checkpoint.family] + 1 + module}.{name[which]}.weight"
+        return f"model.layers.{self._last_layer + 1 + module}.{name[which]}.weight"
 
     def _layer(self, place: int) -> torch.nn.Module:
         """transformers' own layer with the module's weights, read as it reads the base's."""
-        last = LAST_LAYER[self.checkpoint.family]
+        last = self._last_layer
         is_qwen = self.checkpoint.family.startswith("qwen")
         source = f"mtp.layers.{place}." if is_qwen else f"model.layers.{last + 1 + place}."
         moved = {
