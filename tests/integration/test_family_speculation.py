@@ -200,3 +200,19 @@ def test_an_encoder_decoder_answers_with_drafts(families_folder: Path, record_ce
     assert counters is not None
     assert counters.num_drafted > 0
     record_cell("bart", "drafts")
+
+
+@pytest.mark.parametrize("name", ["llama", "llama4_text", "jamba"])
+def test_drafts_end_where_the_longest_sequence_ends(name: str, families_folder: Path) -> None:
+    path = build(FAMILIES[name], families_folder)
+    prompts = [make_prompt(70 + number, 76 + 5 * number) for number in range(4)]
+    expected = [reference_tokens(path, prompt, 96 - len(prompt)) for prompt in prompts]
+    sequences = [[*prompt, *more] for prompt, more in zip(prompts, expected, strict=True)]
+    options = dataclasses.replace(OPTIONS, max_model_len=96)
+    engine = LocalEngine(path, options, start_worker(path, options, make_proposer=KnownDrafts(sequences, [True]).of))
+    requests = [
+        make_request(engine.next_handle(), prompt, len(more)) for prompt, more in zip(prompts, expected, strict=True)
+    ]
+
+    assert engine.run(requests) == expected
+    assert engine.kv.stats().num_free_blocks == engine.kv.stats().num_blocks
