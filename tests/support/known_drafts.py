@@ -21,7 +21,7 @@ class KnownDrafts:
     def __init__(
         self, sequences: Sequence[Sequence[int]], marks: Sequence[bool], *, rows: RowTable | None = None
     ) -> None:
-        """sequences: prompts with their continuations, none a prefix of another. rows: of(worker) knows them."""
+        """sequences: prompts with their continuations; the first that fits is taken. rows: of(worker) knows them."""
         self._sequences = [list(sequence) for sequence in sequences]
         self._marks = marks
         self._rows = rows
@@ -35,7 +35,7 @@ class KnownDrafts:
         proposals = no_drafts(step)
         for place, row in enumerate(step.plan.rows[step.plan.sample].tolist()):
             known = self._rows.tokens(row).tolist()
-            (sequence,) = [one for one in self._sequences if one[: len(known)] == known] or [known]
+            sequence = next((one for one in self._sequences if one[: len(known)] == known), known)
             following = sequence[len(known) : len(known) + proposals.shape[1]]
             for number, token in enumerate(following):
                 is_right = self._marks[(len(known) + number) % len(self._marks)]
