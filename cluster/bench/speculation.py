@@ -154,7 +154,7 @@ class _Asker:
         answer = await ask(self.session, self.endpoint, prompt)
         if answer.error:
             raise ValueError(f"a request to {self.endpoint.url} failed: {answer.error}")
-        if not answer.itl_s:
+        if not answer.itl_s or answer.e2e_s <= answer.ttft_s:
             raise ValueError(f"an answer of {answer.num_output_tokens} tokens came at once; ask for longer ones")
         return answer
 

@@ -20,6 +20,7 @@ from blockferry.engine.errors import ConfigError
 
 SMALL = SpeculationBenchConfig(prompts=("one", "two"), output_len=30, num_runs=2)
 TEXT = "the answer to all of it, and no more"
+DELAY_S = 0.01  # long enough that tokens of an answer arrive apart, on a busy machine too
 
 
 def rows_of(report):
@@ -28,8 +29,8 @@ def rows_of(report):
 
 async def run(drafting_text=TEXT):
     with (
-        ApiServer(TinyEngine(text_reply(TEXT), delay_s=0.002)) as plain,
-        ApiServer(TinyEngine(text_reply(drafting_text), delay_s=0.002, num_at_once=3)) as drafting,
+        ApiServer(TinyEngine(text_reply(TEXT), delay_s=DELAY_S)) as plain,
+        ApiServer(TinyEngine(text_reply(drafting_text), delay_s=DELAY_S, num_at_once=3)) as drafting,
     ):
         rounds = []
         report = await run_speculation_bench(
