@@ -22,7 +22,7 @@ from blockferry.engine.attention.base import AttentionMetadata
 from blockferry.engine.kv.block_table import BlockTable
 from blockferry.engine.request import BoolArray, Int32Array, Int64Array
 from blockferry.engine.rows import RowTable
-from blockferry.engine.wire import StepPlan
+from blockferry.engine.wire import NewRow, StepPlan
 from blockferry.engine.worker.block_table import PAD_SLOT_ID, slot_mapping
 from blockferry.engine.worker.paged_caches import GroupMetadata
 from blockferry.engine.worker.state_inputs import StateBlocks, StateRows
@@ -170,8 +170,14 @@ def _batch(plan: StepPlan, rows: RowTable, order: Int64Array, kinds_R: Int32Arra
         query_start_R1=query_start_R1,
         num_drafts_R=plan.num_drafts[order] if len(plan.num_drafts) else np.zeros(len(rows_R), np.int32),
         encoder_lens_T=rows.num_encoder_tokens[rows_T],
-        is_new_R=np.isin(rows_R, [new_row.row for new_row in plan.new_rows]),
+        is_new_R=_are_new(rows_R, plan.new_rows),
     )
+
+
+def _are_new(rows_R: Int32Array, new_rows: Sequence[NewRow]) -> BoolArray:
+    if not new_rows:  # nearly always, and isin() takes its time
+        return np.zeros(len(rows_R), np.bool_)
+    return np.isin(rows_R, [new_row.row for new_row in new_rows])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
