@@ -85,3 +85,9 @@ class RowTable:
     def tokens(self, row: int) -> Int32Array:
         """View of the row's known tokens, shape [num_tokens]."""
         return self.token_ids[row, : self.num_tokens[row]]
+
+
+def places_in_runs(counts: NDArray[np.integer]) -> Int32Array:
+    """0, 1, .. up to each of counts, one run after the other: int32 [sum(counts)]."""
+    ends = np.cumsum(counts, dtype=np.int32)
+    return np.arange(ends[-1] if len(ends) else 0, dtype=np.int32) - np.repeat(ends - counts, counts).astype(np.int32)

@@ -20,6 +20,7 @@ import dataclasses
 import numpy as np
 
 from blockferry.engine.request import BoolArray, Int32Array, Int64Array
+from blockferry.engine.rows import places_in_runs
 from blockferry.engine.wire import StepPlan
 
 
@@ -49,7 +50,7 @@ class Accepted:
 def draft_positions(plan: StepPlan) -> Int32Array:
     """int32 [D]: where in their rows the plan's drafts stand. Only of a plan that has num_drafts."""
     first_R = plan.num_computed + plan.num_scheduled - plan.num_drafts
-    return np.repeat(first_R, plan.num_drafts) + _places(plan.num_drafts)
+    return np.repeat(first_R, plan.num_drafts) + places_in_runs(plan.num_drafts)
 
 
 def targets_of(plan: StepPlan, last_token_R: Int64Array) -> Targets:
@@ -67,7 +68,7 @@ def targets_of(plan: StepPlan, last_token_R: Int64Array) -> Targets:
     num_drafts_S = plan.num_drafts[plan.sample]
     assert num_drafts_S.sum() == len(plan.draft_token_ids), (plan.num_drafts, plan.sample, len(plan.draft_token_ids))
     counts_S = num_drafts_S + 1
-    to_end_N = _places(counts_S) - np.repeat(num_drafts_S, counts_S)
+    to_end_N = places_in_runs(counts_S) - np.repeat(num_drafts_S, counts_S)
     return Targets(
         rows_N=np.repeat(rows_S, counts_S),
         positions_N=np.repeat(ends_S, counts_S) + to_end_N,
@@ -84,7 +85,7 @@ def accept(targets: Targets, token_ids_N: Int32Array) -> Accepted:
     if not len(targets.draft_token_ids_D):
         return Accepted(token_ids=token_ids_N, num_tokens_S=counts_S, is_kept_N=np.ones(len(targets), np.bool_))
     starts_S = np.cumsum(counts_S) - counts_S
-    place_N = _places(counts_S)
+    place_N = places_in_runs(counts_S)
     is_draft_N = np.ones(len(targets), np.bool_)
     is_draft_N[starts_S + num_drafts_S] = False
     # the first place of each row whose token is not the draft there; the last one has none to be equal to
@@ -95,9 +96,3 @@ def accept(targets: Targets, token_ids_N: Int32Array) -> Accepted:
     num_accepted_S = np.minimum.reduceat(last_N, starts_S)
     is_kept_N = place_N <= np.repeat(num_accepted_S, counts_S)
     return Accepted(token_ids=token_ids_N[is_kept_N], num_tokens_S=num_accepted_S + 1, is_kept_N=is_kept_N)
-
-
-def _places(counts: Int32Array) -> Int32Array:
-    """int32 [sum(counts)]: 0, 1, .. for each count."""
-    ends = np.cumsum(counts, dtype=np.int32)
-    return np.arange(ends[-1] if len(ends) else 0, dtype=np.int32) - np.repeat(ends - counts, counts)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from blockferry.engine.request import Int32Array, Int64Array
+from blockferry.engine.rows import places_in_runs
 from blockferry.engine.spec_decode.base import VerifiedStep
 from blockferry.engine.wire import StepPlan
 from blockferry.engine.worker.inputs import GroupTable
@@ -47,7 +48,7 @@ class FinalTokens:
         """The tokens, where each row's first one stands at first_token_R in the pass."""
         counts_R = self.plan.num_scheduled.astype(np.int64)
         row_T = np.repeat(np.arange(len(counts_R)), counts_R)
-        offset_T = np.arange(len(row_T)) - np.repeat(np.cumsum(counts_R) - counts_R, counts_R)
+        offset_T = places_in_runs(counts_R).astype(np.int64)
         place_T = first_token_R[row_T] + offset_T
         plan_row_T, sorted_offset_T = np.empty_like(row_T), np.empty_like(offset_T)
         plan_row_T[place_T], sorted_offset_T[place_T] = row_T, offset_T

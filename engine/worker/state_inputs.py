@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from blockferry.engine.kv.block_table import BlockTable
 from blockferry.engine.models.state_ops import StateMetadata
 from blockferry.engine.request import Int32Array, Int64Array
+from blockferry.engine.rows import places_in_runs
 from blockferry.engine.wire import StepPlan
 from blockferry.engine.worker.page_views import PageViews
 
@@ -69,7 +70,7 @@ class StateBlocks:
         if not np.count_nonzero(rows.num_drafts_R):  # cheaper than any()
             return first
         first_draft_R = np.cumsum(rows.known_lens_R + rows.num_drafts_R, dtype=np.int64) - rows.num_drafts_R
-        tokens_t = _ranges(first_draft_R - rows.known_lens_R, rows.known_lens_R)
+        tokens_t = np.repeat(first_draft_R - rows.known_lens_R, rows.known_lens_R) + places_in_runs(rows.known_lens_R)
         later = tuple(self._later_passes(rows, first_draft_R, device))
         return dataclasses.replace(first, tokens_t=_to(tokens_t, device), later_passes=later)
 
@@ -162,13 +163,6 @@ def settle_states(
             num_drafts_R=num_drafts_R,
         )
         views.copy_blocks(group, blocks.settle(rows, num_accepted_R))
-
-
-def _ranges(starts_R: Int64Array, lens_R: Int32Array) -> Int64Array:
-    """starts[0], starts[0] + 1, .. for each of R, [sum(lens)]."""
-    ends_R = np.cumsum(lens_R, dtype=np.int64)
-    ranges: Int64Array = np.arange(ends_R[-1]) + np.repeat(starts_R - (ends_R - lens_R), lens_R)
-    return ranges
 
 
 def _to(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:
