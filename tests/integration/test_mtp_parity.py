@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from _pytest.mark import ParameterSet
 from support.local_engine import EngineOptions, LocalEngine, nan_memory
 from support.local_pair import DECODE, PREFILL, LocalPair
 from support.local_tiers import TieredEngine
+from support.marks import full
 from support.parity_cases import GROWING, WORKLOAD, preempting_pool, smallest_pool
 from support.thread_ranks import ThreadRanks
 from support.tiny_families import one_thread
@@ -26,11 +26,6 @@ from blockferry.engine.worker.cache_scales import scales_in
 
 pytestmark = pytest.mark.slow
 OPTIONS = EngineOptions(max_model_len=128)
-
-
-def full(*values: object) -> list[ParameterSet]:
-    """Values that only the full run takes."""
-    return [pytest.param(value, marks=pytest.mark.full) for value in values]
 
 
 each_family = pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next", *full("llama", "qwen3_5")])

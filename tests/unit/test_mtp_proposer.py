@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from _pytest.mark import ParameterSet
 from numpy.typing import NDArray
 from support.draft_driver import DraftDriver, Drafts, Generated, no_drafts
 from support.local_engine import EngineOptions, start_worker
+from support.marks import full
 from support.tiny_families import VOCAB_SIZE, make_prompt, one_thread
 from support.tiny_mtp import MtpCheckpoint, build_mtp, oracle_of
 
@@ -24,11 +24,6 @@ NUM_OUTPUT = 12
 NUM_PROPOSALS = 3
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=NUM_OUTPUT)
 OPTIONS = EngineOptions(max_model_len=96, memory_bytes=1 << 23, block_size=8, planner=Planner.UNIFORM)
-
-
-def full(*values: object) -> list[ParameterSet]:
-    """Values that only the full run takes."""
-    return [pytest.param(value, marks=pytest.mark.full) for value in values]
 
 
 @pytest.fixture(scope="session")
