@@ -28,7 +28,7 @@ from blockferry.engine.models.draft_head import num_drafting_layers
 from blockferry.engine.request import Int32Array, SamplingParams
 from blockferry.engine.wire import NO_DELTAS, NewRow, StepPlan
 from blockferry.engine.worker.spec import WorkerSpec
-from blockferry.engine.worker.warm_up import first_blocks
+from blockferry.engine.worker.warm_up import first_blocks, first_counts
 from blockferry.kernels.fp8 import FP8_MAX, CacheScales
 
 NUM_TOKENS = 256
@@ -53,9 +53,8 @@ def calibration_plan(spec: WorkerSpec, header: ModelHeader) -> InstancePlan:
         num_speculative_tokens=0 if spec.speculation is None else spec.speculation.num_tokens,
         num_draft_layers=num_drafting_layers(header, spec.speculation),
     )
-    groups = plan_instance(header.values, request).ledger.groups
-    num_blocks = 1 + sum(group.spec.num_blocks_for(num_tokens + 1) for group in groups)
-    return plan_instance(header.values, dataclasses.replace(request, num_blocks=num_blocks))
+    counts = first_counts(plan_instance(header.values, request).ledger, num_tokens + 1)
+    return plan_instance(header.values, dataclasses.replace(request, num_blocks=1 + sum(counts)))
 
 
 def calibration_steps(spec: WorkerSpec, plan: InstancePlan, header: ModelHeader) -> Iterator[StepPlan]:

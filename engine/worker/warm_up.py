@@ -82,7 +82,7 @@ def _plans(prompt: NewRow, blocks: BlockDeltas, *, num_drafts: int) -> list[Step
 
 
 def _fits(ledger: KVCacheConfig, num_tokens: int) -> bool:
-    counts = [_num_columns(group.spec, num_tokens) for group in ledger.groups]
+    counts = first_counts(ledger, num_tokens)
     if ledger.slab is None:
         return sum(counts) < ledger.num_blocks
     return all(count <= ledger.slab.num_pages(group) for group, count in enumerate(counts))
@@ -92,9 +92,14 @@ def _num_columns(spec: KVCacheSpec, num_tokens: int) -> int:
     return spec.num_blocks_for(num_tokens) + (spec.num_speculative_blocks if isinstance(spec, MambaSpec) else 0)
 
 
+def first_counts(ledger: KVCacheConfig, num_tokens: int) -> list[int]:
+    """Blocks of each group for one row of so many tokens, those for the states of drafts among them."""
+    return [_num_columns(group.spec, num_tokens) for group in ledger.groups]
+
+
 def first_blocks(ledger: KVCacheConfig, num_tokens: int) -> BlockDeltas:
     """Row 0's first columns. In slabs, groups number pages of their own, which may lie in the same bytes."""
-    counts = [_num_columns(group.spec, num_tokens) for group in ledger.groups]
+    counts = first_counts(ledger, num_tokens)
     columns = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])
     return BlockDeltas(
         group=np.repeat(np.arange(len(counts), dtype=np.int32), counts),

@@ -17,11 +17,13 @@ from blockferry.cluster.instance_plans import plan_of
 from blockferry.cluster.plan_model import PlanQuestion, plan_model
 from blockferry.connectors.base import HandshakeRefused, PoolEndpoint, PoolLayout
 from blockferry.connectors.handshake import check_compatible, decode_endpoint, encode_endpoint, with_common_scales
+from blockferry.engine.config import DraftMethod, SpeculationConfig
 from blockferry.engine.errors import ConfigError, ModelLoadError
 from blockferry.engine.kv.instance_plan import InstanceRequest, plan_instance
 from blockferry.engine.kv.model_layers import CacheDType, LayerOptions
 from blockferry.engine.kv.plan import Planner
-from blockferry.engine.worker.calibration import scales_of
+from blockferry.engine.models.config import read_header
+from blockferry.engine.worker.calibration import calibration_plan, calibration_steps, scales_of
 from blockferry.kernels.fp8 import CacheScales
 
 FP8 = EngineOptions(cache_dtype=CacheDType.FP8, max_model_len=128)
@@ -101,6 +103,17 @@ def test_states_stay_in_the_type_of_the_model(tmp_path: Path) -> None:
     ]
     states = [[spec for spec in plan.model.layers if hasattr(spec, "shapes")] for plan in plans]
     assert states[0] == states[1] != []
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_calibration_has_a_block_for_every_state_that_it_computes(num_drafts: int, tmp_path: Path) -> None:
+    path = build(FAMILIES["qwen3_next"], tmp_path)
+    speculation = SpeculationConfig(method=DraftMethod.NGRAM, num_tokens=num_drafts) if num_drafts else None
+    spec = dataclasses.replace(FP8, speculation=speculation).worker_spec(path)
+    plan = calibration_plan(spec, read_header(path))
+    first, *_ = calibration_steps(spec, plan, read_header(path))
+    assert plan.ledger.slab is None
+    assert sorted(first.deltas.block_id.tolist()) == list(range(1, plan.ledger.num_blocks))
 
 
 def test_plan_command_and_instance_agree(tmp_path: Path) -> None:
