@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from blockferry.cluster.generate import Answer
 
 PIPE_COLUMNS = 160
+LONG_PHASE = 100  # units from which on lines tell every tenth of a phase
 
 
 _results: contextvars.ContextVar[TextIO | None] = contextvars.ContextVar("results", default=None)
@@ -68,10 +69,10 @@ def note(text: str) -> None:
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Report]:
-    """A progress bar on stderr; on something that is no terminal, one line per phase."""
+    """A progress bar on stderr; on something that is no terminal, a line per phase, and per tenth of a long one."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _line_per_phase()
+        yield _lines_of_progress()
         return
     columns = (
         SpinnerColumn(),
@@ -84,20 +85,27 @@ def progress_bar() -> Iterator[Report]:
         task = bar.add_task("", total=1)
 
         def show(progress: Progress) -> None:
-            bar.update(task, description=progress.phase, completed=progress.done, total=progress.total)
+            bar.update(task, description=_phase(progress), completed=progress.done, total=progress.total)
 
         yield show
 
 
-def _line_per_phase() -> Report:
-    shown: list[str] = []
+def _lines_of_progress() -> Report:
+    shown: dict[str, int] = {}  # tenths by phase
 
     def show(progress: Progress) -> None:
+        tenths = 10 * progress.done // max(progress.total, 1)
         if progress.phase not in shown:
-            shown.append(progress.phase)
             note(f"{progress.phase} ...")
+        elif progress.total >= LONG_PHASE and tenths > shown[progress.phase]:
+            note(f"{_phase(progress)}: {progress.done:,} of {progress.total:,}")
+        shown[progress.phase] = tenths
 
     return show
+
+
+def _phase(progress: Progress) -> str:
+    return f"{progress.phase}, {progress.note}" if progress.note else progress.phase
 
 
 def print_answers(answers: Sequence[Answer]) -> None:

@@ -61,7 +61,6 @@ def train_draft(  # noqa: PLR0913, PLR0917 - one parameter per option
 
 def _shown(report: Report) -> Callable[[TrainProgress], None]:
     def show(progress: TrainProgress) -> None:
-        phase = f"{progress.phase}, {progress.note}" if progress.note else progress.phase
-        report(Progress(phase=phase, done=progress.done, total=progress.total))
+        report(Progress(phase=progress.phase, done=progress.done, total=progress.total, note=progress.note))
 
     return show

@@ -8,11 +8,12 @@ from collections.abc import Callable
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """`done` of `total` ranks have finished the phase."""
+    """`done` of `total` ranks, or units of work, have finished the phase."""
 
     phase: str
     done: int
     total: int
+    note: str = ""  # how well it goes
 
 
 Report = Callable[[Progress], None]

@@ -11,7 +11,8 @@ from support.checkpoints import make_checkpoint
 
 from blockferry.cluster.cli import main
 from blockferry.cluster.cli_bench import fill_json_target
-from blockferry.cluster.cli_output import size_words
+from blockferry.cluster.cli_output import progress_bar, size_words
+from blockferry.cluster.launch_progress import Progress
 from blockferry.cluster.shipped import find_config
 
 
@@ -130,3 +131,16 @@ def test_pools_larger_than_memory_are_refused_before_ray_starts(run, tmp_path):
     done = run("serve", str(file))
     assert done.returncode == 1
     assert "MiB available; lower cache.memory" in done.stderr
+
+
+def test_progress_that_no_terminal_shows_is_a_line_per_phase_and_tenth_of_a_long_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with progress_bar() as report:
+        for done in range(3):
+            report(Progress(phase="starting", done=done, total=2))
+        for done in range(1, 201):
+            report(Progress(phase="training", done=done, total=200, note=f"loss {300 - done}"))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:3] == ["starting ...", "training ...", "training, loss 280: 20 of 200"]
+    assert len(lines) == 12
