@@ -19,7 +19,8 @@ DRAFT_STEPS_HELP_END = (
     "Names: rate, of the tokens after the first; ratio, of rate to that without drafts, answer by answer; tokens of a "
     "step; step, and of it forward, sampling, drafting and control (the scheduler and the wire); held_1, held_2, ..., "
     "the share of verified drafts at that position that were accepted; unequal, answers that are not those without "
-    "drafts. Params: method (off, ngram, mtp, or an oracle's probability), drafts, adaptive, output_len, temperature."
+    "drafts. Params: method (off, ngram, mtp, mtp+lookup, or an oracle's probability), drafts, adaptive, "
+    "output_len, temperature."
 )
 
 

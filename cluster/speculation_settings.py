@@ -35,6 +35,7 @@ def read_speculation(section: Section, base: Path) -> SpeculationConfig | None:
         num_tokens=section.integer("num_tokens", defaults.num_tokens, minimum=1, maximum=MAX_NUM_TOKENS),
         head_path=None if head is None else _head_folder(section.at("head"), head, base),
         is_adaptive=section.flag("adaptive", default=defaults.is_adaptive),
+        looks_up=section.flag("lookup", default=defaults.looks_up),
         min_ngram=min_ngram,
         max_ngram=section.integer("max_ngram", max(min_ngram, defaults.max_ngram), minimum=1, maximum=MAX_NGRAM),
     )
@@ -52,11 +53,12 @@ def _missing_method(section: Section) -> str:
 
 
 def _refuse_keys_of_others(section: Section, method: DraftMethod) -> None:
-    if method is DraftMethod.NGRAM and section.has("head"):
-        raise ConfigError(section.at("head"), "n-grams need no head; remove it, or use method mtp")
+    for key in ("head", "lookup"):
+        if method is DraftMethod.NGRAM and section.has(key):
+            raise ConfigError(section.at(key), "is of method mtp; remove it, or use that method")
     for key in ("min_ngram", "max_ngram"):
-        if method is DraftMethod.MTP and section.has(key):
-            raise ConfigError(section.at(key), "is of method ngram; remove it, or use that method")
+        if method is DraftMethod.MTP and section.has(key) and not section.flag("lookup", default=False):
+            raise ConfigError(section.at(key), "is of n-grams; write lookup: true as well, or use method ngram")
 
 
 def _head_folder(key: str, name: str, base: Path) -> Path:
@@ -115,9 +117,11 @@ def num_layers_that_draft(speculation: SpeculationConfig | None, header: ModelHe
 def words_of(speculation: SpeculationConfig, header: ModelHeader) -> str:
     """What a deployment with it does, in one line."""
     adaptive = "fewer where they are not accepted" if speculation.is_adaptive else "always as many"
+    ngrams = f"what followed the last {speculation.max_ngram} to {speculation.min_ngram} tokens before (n-grams)"
     if speculation.method is DraftMethod.NGRAM:
-        source = f"what followed the last {speculation.max_ngram} to {speculation.min_ngram} tokens before (n-grams)"
+        source = ngrams
     else:
         whose = f"the head {speculation.head_path}" if speculation.head_path else "the model's own modules"
         source = f"{whose} ({num_layers_that_draft(speculation, header)} layer(s) of multi-token prediction)"
+        source += f", and first by {ngrams}" if speculation.looks_up else ""
     return f"up to {speculation.num_tokens} tokens per request and step are drafted by {source}, {adaptive}"

@@ -82,6 +82,7 @@ class SpeculationConfig:
     num_tokens: int = 3  # drafted per row and step, at most
     head_path: Path | None = None  # folder of MTP modules that are not part of the checkpoint
     is_adaptive: bool = True  # draft fewer, or none, where they are not accepted
+    looks_up: bool = False  # method MTP: n-grams first, modules for rows where nothing recurs
     min_ngram: int = 2  # tokens that must recur
     max_ngram: int = 4
 

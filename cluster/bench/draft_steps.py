@@ -25,7 +25,7 @@ from blockferry.cluster.api.errors import ApiError
 from blockferry.cluster.api.prompts import from_messages, from_text
 from blockferry.cluster.api.schemas import ChatMessage
 from blockferry.cluster.api.served_model import ServedModel
-from blockferry.cluster.bench.draft_ways import Oracle, drafting_by
+from blockferry.cluster.bench.draft_ways import Oracle, drafting_by, name_of
 from blockferry.cluster.bench.local_instance import Decoded, LocalInstance, Redraft, as_proposed
 from blockferry.cluster.bench.report import ParamValue, Report, Result
 from blockferry.cluster.bench.speculation import PROMPTS
@@ -43,7 +43,7 @@ class DraftStepsConfig:
     """What to measure."""
 
     ways: Sequence[SpeculationConfig]
-    oracle_shares: Sequence[float] = ()  # of drafts that are right, at any position; at the cost of the last method
+    oracle_shares: Sequence[float] = ()  # of drafts that are right, at any position; at the cost of the last source
     prompts: Sequence[str] = PROMPTS
     output_len: int = 96  # tokens at most
     num_runs: int = 1  # of every prompt
@@ -123,8 +123,8 @@ def _make_cases(deployment: Deployment, config: DraftStepsConfig) -> tuple[_Case
     for way in config.ways:
         instance = LocalInstance(drafting_by(deployment, way), clock)
         params: Mapping[str, ParamValue] = {"drafts": way.num_tokens, "adaptive": way.is_adaptive}
-        cases.append(_Case({"method": way.method.value, **params}, instance))
-        if way.method is config.ways[-1].method:
+        cases.append(_Case({"method": name_of(way), **params}, instance))
+        if name_of(way) == name_of(config.ways[-1]):
             cases += [_Case({"method": f"{share:g}", **params}, instance, share) for share in config.oracle_shares]
     return off, cases
 

@@ -25,10 +25,14 @@ OWN = "own"  # instead of a head's name: the checkpoint's modules
 def ways_to_draft(
     deployment: Deployment, head: str, num_drafts: Sequence[int], *, is_adaptive: bool
 ) -> list[SpeculationConfig]:
-    """N-grams and, where a head is named, MTP; each with all numbers of drafts. Raises ConfigError."""
+    """N-grams and, where a head is named, MTP without and with lookup; each with all numbers of drafts.
+
+    Raises ConfigError.
+    """
     sources: list[dict[str, object]] = [{"method": DraftMethod.NGRAM.value}]
     if head:
-        sources.append({"method": DraftMethod.MTP.value, "head": None if head == OWN else head})
+        modules: dict[str, object] = {"method": DraftMethod.MTP.value, "head": None if head == OWN else head}
+        sources += [modules, modules | {"lookup": True}]
     config, ways = deployment.config, []
     for source in sources:
         for count in num_drafts:
@@ -38,6 +42,11 @@ def ways_to_draft(
             check_speculation(way, config.model, deployment.header, config.instances[:1])
             ways.append(way)
     return ways
+
+
+def name_of(way: SpeculationConfig) -> str:
+    """Of who drafts."""
+    return f"{way.method}+lookup" if way.looks_up else way.method.value
 
 
 def one_instance(deployment: Deployment, *, num_threads: int) -> Deployment:

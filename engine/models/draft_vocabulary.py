@@ -2,9 +2,11 @@
 
 Ranks hold the rows of their part of the vocabulary; what is best of all of them, each learns in one sum:
 
-    rank 0: | value, token | 0, 0         |
-    rank 1: | 0, 0         | value, token |    ->  all_reduce  ->  every rank picks the greatest value, of equals the
-                                                                   lowest token
+    rank 0: | value, token, total | 0, 0, 0             |
+    rank 1: | 0, 0, 0             | value, token, total |   ->  all_reduce  ->  every rank picks the greatest value, of
+                                                                                equals the lowest token
+
+total is the log of the rank's summed exponentials, so that all ranks compute the same chance of the winner too.
 
 A shortlist only shortens the search: a token outside of it is never drafted, and never wrong for it.
 
@@ -13,10 +15,19 @@ Legend: S tokens that want a draft, E hidden, V this rank's vocabulary rows, P r
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from blockferry.engine.errors import ModelLoadError
 from blockferry.engine.models.layers import Communicator, Linear
+
+
+class BestTokens(NamedTuple):
+    """Of tokens that want a draft, the same on every rank."""
+
+    token_ids_S: torch.Tensor  # int64
+    chances_S: torch.Tensor  # float64: what the head gives each, of all tokens that may be drafted
 
 
 class DraftVocabulary:
@@ -28,31 +39,32 @@ class DraftVocabulary:
         self._token_ids_V = token_ids_V
         self._communicator = communicator
 
-    def best(self, normed_SE: torch.Tensor) -> torch.Tensor:
-        """int64 [S], the same on every rank; all must call it. Of equally likely tokens the lowest."""
-        value_S, token_S = self._best_here(normed_SE)
+    def best(self, normed_SE: torch.Tensor) -> BestTokens:
+        """All ranks must call it. Of equally likely tokens the lowest."""
+        value_S, token_S, total_S = self._best_here(normed_SE)
         size, rank = self._communicator.size, self._communicator.rank
         if size == 1:
-            return token_S
-        found_SP2 = torch.zeros((len(token_S), size, 2), dtype=torch.float64, device=token_S.device)
-        found_SP2[:, rank, 0], found_SP2[:, rank, 1] = value_S, token_S.double()
-        found_SP2 = self._communicator.all_reduce(found_SP2)
-        winner_S1 = found_SP2[:, :, 0].argmax(dim=1, keepdim=True)
-        return found_SP2[:, :, 1].gather(1, winner_S1).squeeze(1).long()
+            return BestTokens(token_S, (value_S - total_S).exp())
+        found_SP3 = torch.zeros((len(token_S), size, 3), dtype=torch.float64, device=token_S.device)
+        found_SP3[:, rank] = torch.stack((value_S, token_S.double(), total_S), dim=1)
+        value_SP, token_SP, total_SP = self._communicator.all_reduce(found_SP3).unbind(dim=-1)
+        value_S1, winner_S1 = value_SP.max(dim=1, keepdim=True)
+        chances_S = (value_S1[:, 0] - total_SP.logsumexp(dim=1)).exp()
+        return BestTokens(token_SP.gather(1, winner_S1)[:, 0].long(), chances_S)
 
-    def _best_here(self, normed_SE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(values, tokens) [S] each."""
-        num_rows = len(self._token_ids_V)
+    def _best_here(self, normed_SE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(values, tokens, totals) [S] each; values and totals float64."""
+        num_rows, device = len(self._token_ids_V), normed_SE.device
         if not num_rows:
-            value_S = torch.full((len(normed_SE),), -torch.inf, device=normed_SE.device)
-            return value_S, torch.zeros(len(normed_SE), dtype=torch.int64, device=normed_SE.device)
-        logits_SV = self._head(normed_SE)[:, :num_rows]
-        if logits_SV.device.type == "cpu":  # NumPy's argmax is vectorised where torch's is not
-            place_S = torch.from_numpy(logits_SV.float().numpy().argmax(axis=-1))
-            value_S = logits_SV.gather(1, place_S[:, None])[:, 0]
+            nothing_S = torch.full((len(normed_SE),), -torch.inf, dtype=torch.float64, device=device)
+            return nothing_S, torch.zeros(len(normed_SE), dtype=torch.int64, device=device), nothing_S
+        logits_SV = self._head(normed_SE)[:, :num_rows].float()
+        if device.type == "cpu":  # NumPy's argmax is vectorised where torch's is not
+            place_S = torch.from_numpy(logits_SV.numpy().argmax(axis=-1))
         else:
-            value_S, place_S = logits_SV.max(dim=-1)
-        return value_S, self._token_ids_V[place_S]
+            place_S = logits_SV.argmax(dim=-1)
+        value_S = logits_SV.gather(1, place_S[:, None])[:, 0]
+        return value_S.double(), self._token_ids_V[place_S], logits_SV.logsumexp(dim=-1).double()
 
 
 def check_shortlist(token_ids: torch.Tensor, vocab_size: int, *, name: str) -> None:

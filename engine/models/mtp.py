@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from blockferry.engine.models.decoder import Layer
-from blockferry.engine.models.draft_vocabulary import DraftVocabulary
+from blockferry.engine.models.draft_vocabulary import BestTokens, DraftVocabulary
 from blockferry.engine.models.layers import Linear
 from blockferry.engine.models.ops import LayerOps
 from blockferry.engine.models.step import Step
@@ -91,8 +91,8 @@ class Drafter:
         normed_TE, x_TE = self._norm(x_TE, residual_TE, module.last_norm_E)
         return DraftOutput(handed_on_TE=normed_TE if self.hands_on_normed else x_TE, normed_TE=normed_TE)
 
-    def best_tokens(self, normed_SE: torch.Tensor) -> torch.Tensor:
-        """int64 [S], on every rank of the stage: the most likely tokens of the draft vocabulary."""
+    def best_tokens(self, normed_SE: torch.Tensor) -> BestTokens:
+        """The most likely tokens of the draft vocabulary; every rank of the stage must ask."""
         return self._shared.vocabulary.best(normed_SE)
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:

@@ -48,6 +48,16 @@ class DraftProposer(Protocol):
         """
 
 
+class ModuleProposer(DraftProposer, Protocol):
+    """Proposes what modules draft, for rows that have no drafts otherwise."""
+
+    def complete(self, step: VerifiedStep, drafts_SK: NDArray[np.int32]) -> None:
+        """propose() for those rows whose drafts begin with NO_DRAFT, in place; caches are kept of all of them.
+
+        All ranks must be given drafts for the same rows.
+        """
+
+
 class NoProposer:
     """Proposes nothing, whatever it is asked."""
 

@@ -6,7 +6,7 @@
 
 Owns nothing.
 
-Legend: R rows of the plan, S sampling rows, T tokens of the pass.
+Legend: R rows of the plan, S sampling rows, W some of those, T tokens of the pass.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class FinalTokens:
             num_before_T=np.maximum(-in_step_T, 0),
         )
 
-    def alone(self, position_S: Int32Array) -> StepPlan:
-        """A step of one token per sampling row."""
+    def alone(self, places_W: Int64Array, position_W: Int32Array) -> StepPlan:
+        """A step of one token each of those sampling rows."""
         return StepPlan(
             step_id=self.plan.step_id,
-            rows=self.rows_S,
-            num_computed=position_S.astype(np.int32),
-            num_scheduled=np.ones(len(self.rows_S), np.int32),
-            sample=np.ones(len(self.rows_S), np.bool_),
+            rows=self.rows_S[places_W],
+            num_computed=position_W.astype(np.int32),
+            num_scheduled=np.ones(len(places_W), np.int32),
+            sample=np.ones(len(places_W), np.bool_),
         )
 
 

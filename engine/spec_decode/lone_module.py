@@ -11,7 +11,8 @@ What it writes behind the final tokens is overwritten once those tokens are know
 
 Owns no pages. The model thread calls it, on all ranks of the last stage alike.
 
-Legend: R rows of the plan, S sampling rows, T tokens of the step, K drafts to propose, E hidden.
+Legend: R rows of the plan, S sampling rows, W those that are being drafted for, T tokens of the step, K drafts to
+propose, E hidden.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from blockferry.engine.models.mtp import Drafter
 from blockferry.engine.request import Int32Array, Int64Array
 from blockferry.engine.rows import RowTable
 from blockferry.engine.spec_decode.base import VerifiedStep, no_drafts
+from blockferry.engine.spec_decode.drafting import Drafting
 from blockferry.engine.spec_decode.final_tokens import num_slots
 from blockferry.engine.spec_decode.mtp import DraftPages
 from blockferry.engine.worker.draft_compute import DraftCompute
@@ -32,18 +34,27 @@ from blockferry.engine.worker.paged_caches import GroupMetadata
 
 
 class LoneModuleProposer:
-    """See DraftProposer. Of a rank that computes a module."""
+    """See ModuleProposer. Of a rank that computes a module."""
 
-    def __init__(self, drafter: Drafter, rows: RowTable, pages: DraftPages, compute: DraftCompute) -> None:
-        """`rows` are the worker's. `compute` runs the drafter's module."""
+    def __init__(
+        self, drafter: Drafter, rows: RowTable, pages: DraftPages, compute: DraftCompute, *, min_chance: float
+    ) -> None:
+        """`rows` are the worker's. `compute` runs the drafter's module. min_chance: see drafting.py."""
         (self._group,) = pages.draft_groups(drafter)
         self._drafter = drafter
         self._rows = rows
         self._pages = pages
         self._compute = compute
+        self._min_chance = min_chance
 
     def propose(self, step: VerifiedStep) -> NDArray[np.int32]:
         """See DraftProposer."""
+        drafts_SK = no_drafts(step)
+        self.complete(step, drafts_SK)
+        return drafts_SK
+
+    def complete(self, step: VerifiedStep, drafts_SK: NDArray[np.int32]) -> None:
+        """See ModuleProposer."""
         assert step.hidden_TE is not None, "modules are of the last stage"
         plan, inputs = step.plan, step.inputs
         # after a refused draft: any token, as that position is computed again once its own is known
@@ -56,48 +67,45 @@ class LoneModuleProposer:
             positions_T=inputs.positions_T,
             metadata=inputs.metadata,
         )
-        drafts_SK = no_drafts(step)
-        if drafts_SK.size:
-            num_final_S = step.num_final()[plan.sample]
-            last_S = self._to(inputs.first_token_R[plan.sample] + num_final_S - 1)
-            drafts_SK[:, 0] = self._best(output.normed_TE[last_S])
-            end_S = plan.num_computed[plan.sample] + num_final_S
-            self._go_on_alone(plan.rows[plan.sample], end_S, output.handed_on_TE[last_S], drafts_SK)
-        return drafts_SK
-
-    def _go_on_alone(
-        self, rows_S: Int32Array, end_S: Int32Array, hidden_SE: torch.Tensor, drafts_SK: NDArray[np.int32]
-    ) -> None:
-        """One token a pass, the first at positions end_S, until all drafts are made."""
-        if drafts_SK.shape[1] == 1:
+        drafting = Drafting(drafts_SK, min_chance=self._min_chance)
+        if drafting.is_over(0):
             return
+        places_W = plan.sample.nonzero()[0][drafting.places_W]
+        num_final_W = step.num_final()[places_W]
+        last_W = self._to(inputs.first_token_R[places_W] + num_final_W - 1)
+        going = drafting.put(0, self._drafter.best_tokens(output.normed_TE[last_W]))
+        places_W = places_W[going]
+        end_W = plan.num_computed[places_W] + num_final_W[going]
+        self._go_on_alone(drafting, plan.rows[places_W], end_W, output.handed_on_TE[last_W[self._to(going)]])
+
+    def _go_on_alone(self, drafting: Drafting, rows_W: Int32Array, end_W: Int32Array, hidden_WE: torch.Tensor) -> None:
+        """One token a pass, the first at positions end_W, until all drafts are made."""
         group = self._pages.groups[self._group]
-        limit_S = np.minimum(num_slots(rows_S, [group]), self._pages.max_model_len)
         metadata = [GroupMetadata()] * len(self._pages.groups)
-        for number in range(1, drafts_SK.shape[1]):
-            position_S = end_S + np.int32(number - 1)
+        number = 1
+        while not drafting.is_over(number):
+            limit_W = np.minimum(num_slots(rows_W, [group]), self._pages.max_model_len)
+            position_W = end_W + np.int32(number - 1)
             metadata[self._group] = GroupMetadata(
                 attention=one_token_metadata(
-                    rows_S,
-                    np.minimum(position_S, limit_S - 1),
-                    position_S < limit_S,
+                    rows_W,
+                    np.minimum(position_W, limit_W - 1),
+                    position_W < limit_W,
                     group=group,
                     device=self._pages.device,
                 )
             )
             output = self._compute.forward(
                 0,
-                self._to(drafts_SK[:, number - 1].copy()),
-                hidden_SE,
-                positions_T=self._to(np.minimum(position_S, self._pages.max_model_len - 1).astype(np.int64)),
+                self._to(drafting.last(number - 1)),
+                hidden_WE,
+                positions_T=self._to(np.minimum(position_W, self._pages.max_model_len - 1).astype(np.int64)),
                 metadata=metadata,
             )
-            hidden_SE = output.handed_on_TE
-            drafts_SK[:, number] = self._best(output.normed_TE)
-
-    def _best(self, normed_SE: torch.Tensor) -> Int32Array:
-        best_S: Int32Array = self._drafter.best_tokens(normed_SE).int().cpu().numpy()
-        return best_S
+            going = drafting.put(number, self._drafter.best_tokens(output.normed_TE))
+            rows_W, end_W = rows_W[going], end_W[going]
+            hidden_WE = output.handed_on_TE[self._to(going)]
+            number += 1
 
     def _to(self, array: Int32Array | Int64Array) -> torch.Tensor:
         return torch.from_numpy(array).to(self._pages.device)

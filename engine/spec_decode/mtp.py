@@ -13,7 +13,8 @@ row's last positions; those are computed again with the row's next tokens (hidde
 
 Owns no pages. The model thread calls it, on all ranks of the last stage alike.
 
-Legend: R rows of the plan, S sampling rows, T tokens of a pass, K drafts to propose, E hidden.
+Legend: R rows of the plan, S sampling rows, W those that are being drafted for, T tokens of a pass, K drafts to
+propose, E hidden.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from blockferry.engine.models.mtp import Drafter
 from blockferry.engine.request import BoolArray, Int32Array, Int64Array
 from blockferry.engine.rows import RowTable
 from blockferry.engine.spec_decode.base import VerifiedStep, no_drafts
+from blockferry.engine.spec_decode.drafting import Drafting
 from blockferry.engine.spec_decode.final_tokens import FinalTokens, final_tokens, num_slots
 from blockferry.engine.spec_decode.hidden_tails import HiddenTails
 from blockferry.engine.worker.block_table import PAD_SLOT_ID
@@ -52,37 +54,48 @@ class DraftPages:
 
 
 class MtpProposer:
-    """See DraftProposer. Of a rank that computes modules."""
+    """See ModuleProposer. Of a rank that computes modules."""
 
-    def __init__(self, drafter: Drafter, rows: RowTable, pages: DraftPages, compute: DraftCompute) -> None:
-        """`rows` are the worker's; drafts are written behind their tokens. `compute` runs the drafter's modules."""
+    def __init__(
+        self, drafter: Drafter, rows: RowTable, pages: DraftPages, compute: DraftCompute, *, min_chance: float
+    ) -> None:
+        """`rows` are the worker's; drafts are written behind their tokens. `compute` runs the drafter's modules.
+
+        min_chance: see drafting.py.
+        """
         self._drafter = drafter
         self._rows = rows
         self._pages = pages
         self._compute = compute
+        self._min_chance = min_chance
         self._draft_groups = pages.draft_groups(drafter)
         self._tails = HiddenTails(max_rows=len(rows.num_tokens), num_kept=len(drafter.modules) - 1)
 
     def propose(self, step: VerifiedStep) -> NDArray[np.int32]:
         """See DraftProposer."""
-        assert step.hidden_TE is not None, "modules are of the last stage"
         drafts_SK = no_drafts(step)
-        tokens = final_tokens(step, self._tails.num_before(step.plan))
-        handed_on_SE = self._pass_over_final_tokens(step, tokens, drafts_SK)
-        if len(drafts_SK):
-            self._go_on_alone(tokens, handed_on_SE, drafts_SK)
+        self.complete(step, drafts_SK)
         return drafts_SK
 
-    def _pass_over_final_tokens(
-        self, step: VerifiedStep, tokens: FinalTokens, drafts_SK: NDArray[np.int32]
-    ) -> torch.Tensor:
-        """Every module over the step's final tokens. Returns what the last one hands on at rows' last tokens [S, E]."""
-        assert step.hidden_TE is not None
+    def complete(self, step: VerifiedStep, drafts_SK: NDArray[np.int32]) -> None:
+        """See ModuleProposer."""
+        tokens = final_tokens(step, self._tails.num_before(step.plan))
+        drafting = Drafting(drafts_SK, min_chance=self._min_chance)
+        handed_on_WE = self._pass_over_final_tokens(step, tokens, drafting)
+        self._go_on_alone(tokens, handed_on_WE, drafting)
+
+    def _pass_over_final_tokens(self, step: VerifiedStep, tokens: FinalTokens, drafting: Drafting) -> torch.Tensor:
+        """Every module over the step's final tokens.
+
+        Returns what the last one hands on at the last tokens of rows that are still being drafted for, [W, E].
+        """
+        assert step.hidden_TE is not None, "modules are of the last stage"
         inputs = build_inputs(tokens.plan, self._rows, self._tables, device=self._pages.device)
         order = tokens.order(inputs.first_token_R)
         hidden_TE = self._drafter.normed(step.hidden_TE[self._to(order.source_T)])
         hidden_TE = self._tails.exchange(step.plan.rows, order, hidden_TE)
-        last_S = inputs.last_token_R[step.plan.sample]
+        sample_S = step.plan.sample.nonzero()[0]
+        last_S = inputs.last_token_R[sample_S]
         num_known_R = self._rows.num_tokens[step.plan.rows]
         for depth in range(len(self._drafter.modules)):
             # beyond the known tokens: any, so that no key is left out; those are computed again once they are known
@@ -96,30 +109,37 @@ class MtpProposer:
                 metadata=self._whole(inputs.metadata),
             )
             hidden_TE = output.handed_on_TE
-            if depth < drafts_SK.shape[1] and len(drafts_SK):
-                drafts_SK[:, depth] = self._best(output.normed_TE[self._to(last_S)])
-                num_known_R[step.plan.sample] = self._put(tokens.rows_S, tokens.end_S + 1 + depth, drafts_SK[:, depth])
-        return hidden_TE[self._to(last_S)]
+            if not drafting.is_over(depth):
+                last_W = self._to(last_S[drafting.places_W])
+                drafting.put(depth, self._drafter.best_tokens(output.normed_TE[last_W]))
+                places_W = drafting.places_W
+                num_known_R[sample_S[places_W]] = self._put(
+                    tokens.rows_S[places_W], tokens.end_S[places_W] + 1 + depth, drafting.last(depth)
+                )
+        return hidden_TE[self._to(last_S[drafting.places_W])]
 
-    def _go_on_alone(self, tokens: FinalTokens, hidden_SE: torch.Tensor, drafts_SK: NDArray[np.int32]) -> None:
+    def _go_on_alone(self, tokens: FinalTokens, hidden_WE: torch.Tensor, drafting: Drafting) -> None:
         """The last module, one token a pass, until all drafts are made."""
         last = len(self._drafter.modules) - 1
-        limit_S = np.minimum(num_slots(tokens.rows_S, self._tables), self._pages.max_model_len)
-        for number in range(last + 1, drafts_SK.shape[1]):
-            position_S = tokens.end_S + (number - last - 1)
-            has_slot_S = position_S < limit_S
-            plan = tokens.alone(np.minimum(position_S, limit_S - 1))
+        number = last + 1
+        while not drafting.is_over(number):
+            places_W = drafting.places_W
+            limit_W = np.minimum(num_slots(tokens.rows_S[places_W], self._tables), self._pages.max_model_len)
+            position_W = tokens.end_S[places_W] + (number - last - 1)
+            has_slot_W = position_W < limit_W
+            plan = tokens.alone(places_W, np.minimum(position_W, limit_W - 1))
             inputs = build_inputs(plan, self._rows, self._tables, device=self._pages.device)
-            positions_S = self._to(np.minimum(position_S, self._pages.max_model_len - 1).astype(np.int64))
+            positions_W = self._to(np.minimum(position_W, self._pages.max_model_len - 1).astype(np.int64))
             output = self._compute.forward(
                 last,
-                self._to(drafts_SK[:, number - 1].copy()),
-                hidden_SE,
-                positions_T=positions_S,
-                metadata=self._whole(_without(inputs.metadata, ~has_slot_S)),
+                self._to(drafting.last(number - 1)),
+                hidden_WE,
+                positions_T=positions_W,
+                metadata=self._whole(_without(inputs.metadata, ~has_slot_W)),
             )
-            hidden_SE = output.handed_on_TE
-            drafts_SK[:, number] = self._best(output.normed_TE)
+            going = drafting.put(number, self._drafter.best_tokens(output.normed_TE))
+            hidden_WE = output.handed_on_TE[self._to(going)]
+            number += 1
 
     @property
     def _tables(self) -> list[GroupTable]:
@@ -132,16 +152,12 @@ class MtpProposer:
             whole[group] = one
         return whole
 
-    def _best(self, normed_SE: torch.Tensor) -> Int32Array:
-        best_S: Int32Array = self._drafter.best_tokens(normed_SE).int().cpu().numpy()
-        return best_S
-
-    def _put(self, rows_S: Int32Array, positions_S: Int32Array, token_ids_S: Int32Array) -> Int32Array:
+    def _put(self, rows_W: Int32Array, positions_W: Int32Array, token_ids_W: Int32Array) -> Int32Array:
         """Let drafts stand behind the known tokens, none beyond the longest sequence. Returns how many tokens stand."""
-        fits_S = positions_S < self._rows.token_ids.shape[1]
-        self._rows.put_drafts(rows_S[fits_S], positions_S[fits_S], token_ids_S[fits_S])
-        num_standing_S: Int32Array = positions_S + fits_S
-        return num_standing_S
+        fits_W = positions_W < self._rows.token_ids.shape[1]
+        self._rows.put_drafts(rows_W[fits_W], positions_W[fits_W], token_ids_W[fits_W])
+        num_standing_W: Int32Array = positions_W + fits_W
+        return num_standing_W
 
     def _to(self, array: Int32Array | Int64Array) -> torch.Tensor:
         return torch.from_numpy(array).to(self._pages.device)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from blockferry.engine.config import DraftMethod
+from blockferry.engine.config import DraftMethod, SpeculationConfig
 from blockferry.engine.models.mtp import Drafter
 from blockferry.engine.rows import RowTable
-from blockferry.engine.spec_decode.base import DraftProposer, NoProposer
+from blockferry.engine.spec_decode.base import DraftProposer, ModuleProposer, NoProposer
+from blockferry.engine.spec_decode.drafting import CONFIDENCE
 from blockferry.engine.spec_decode.lone_module import LoneModuleProposer
+from blockferry.engine.spec_decode.lookup_first import LookupFirst
 from blockferry.engine.spec_decode.mtp import DraftPages, MtpProposer
 from blockferry.engine.worker.backends import draft_compute
 from blockferry.engine.worker.spec import WorkerSpec
@@ -26,13 +28,25 @@ class ProposerParts:
 
 def make_proposer(parts: ProposerParts) -> DraftProposer:
     """The proposer of spec.speculation; one that proposes nothing without it, and where others draft."""
-    spec, speculation = parts.spec, parts.spec.speculation
+    speculation = parts.spec.speculation
+    if speculation is None:
+        return NoProposer()
     if parts.drafter is not None:
-        compute = draft_compute(spec.device, parts.drafter, parts.pages.caches)
-        propose_by = LoneModuleProposer if len(parts.drafter.modules) == 1 else MtpProposer
-        return propose_by(parts.drafter, parts.rows, parts.pages, compute)
-    if speculation is not None and speculation.method is DraftMethod.NGRAM and spec.is_sampler:
-        from blockferry.engine.spec_decode.ngram import NgramProposer  # loads numba, which GPU workers rarely need
-
-        return NgramProposer(parts.rows, min_ngram=speculation.min_ngram, max_ngram=speculation.max_ngram)
+        modules = _modules(parts, parts.drafter, speculation)
+        return LookupFirst(_lookup(parts, speculation), modules) if speculation.looks_up else modules
+    if speculation.method is DraftMethod.NGRAM and parts.spec.is_sampler:
+        return _lookup(parts, speculation)
     return NoProposer()
+
+
+def _modules(parts: ProposerParts, drafter: Drafter, speculation: SpeculationConfig) -> ModuleProposer:
+    compute = draft_compute(parts.spec.device, drafter, parts.pages.caches)
+    propose_by = LoneModuleProposer if len(drafter.modules) == 1 else MtpProposer
+    min_chance = CONFIDENCE if speculation.is_adaptive else 0.0
+    return propose_by(drafter, parts.rows, parts.pages, compute, min_chance=min_chance)
+
+
+def _lookup(parts: ProposerParts, speculation: SpeculationConfig) -> DraftProposer:
+    from blockferry.engine.spec_decode.ngram import NgramProposer  # loads numba, which GPU workers rarely need
+
+    return NgramProposer(parts.rows, min_ngram=speculation.min_ngram, max_ngram=speculation.max_ngram)

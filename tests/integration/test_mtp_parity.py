@@ -85,6 +85,25 @@ def test_mixed_instance_writes_the_same_cold_and_warm(family: str, num_modules: 
     assert any(group.is_draft for group in engine.plan.ledger.groups)
 
 
+def looking_up(options: EngineOptions, *, is_adaptive: bool) -> EngineOptions:
+    """N-grams first, modules where nothing recurs."""
+    assert options.speculation is not None
+    speculation = dataclasses.replace(options.speculation, looks_up=True, min_ngram=2, is_adaptive=is_adaptive)
+    return dataclasses.replace(options, speculation=speculation)
+
+
+@pytest.mark.parametrize("family", ["llama", *full("deepseek_v3", "qwen3_next", "qwen3_5")])
+@pytest.mark.parametrize("num_modules", [1, *full(2)])
+def test_lookup_and_likely_drafts_change_nothing_on_any_number_of_ranks(
+    family: str, num_modules: int, folder: Path
+) -> None:
+    checkpoint, options = drafting(family, folder, num_modules=num_modules, num_tokens=4)
+    options = looking_up(options, is_adaptive=True)
+    alone = assert_mixed(checkpoint, options)
+    shared = assert_mixed(checkpoint, dataclasses.replace(options, tp_size=2))
+    assert counters(shared.instance) == counters(alone.instance)
+
+
 @each_family
 @pytest.mark.parametrize("shape", [{"tp_size": 2}, *full({"pp_size": 2}, {"tp_size": 2, "pp_size": 2})])
 def test_ranks_write_the_same_and_draft_what_one_rank_drafts(family: str, shape: dict[str, int], folder: Path) -> None:
@@ -101,11 +120,14 @@ MORE_TRANSFERS = [(PUSH, Overlap.CHUNKS), (PUSH, Overlap.LAYERS), (PULL, Overlap
 
 @each_family
 @pytest.mark.parametrize("transfer", [*TRANSFERS, *full(*MORE_TRANSFERS)], ids="-".join)
+@pytest.mark.parametrize("looks_up", [False, *full(True)])
 def test_handed_over_sequences_draft_what_they_would_have_drafted(
-    family: str, transfer: tuple[TransferMode, Overlap], folder: Path
+    family: str, transfer: tuple[TransferMode, Overlap], looks_up: bool, folder: Path
 ) -> None:
     mode, overlap = transfer
     checkpoint, options = drafting(family, folder, enable_caching=False)
+    if looks_up:
+        options = looking_up(options, is_adaptive=False)
     engine, ranks = start(checkpoint, options)
     pair = LocalPair(checkpoint.path, options, mode=mode, overlap=overlap)
     try:

@@ -114,7 +114,11 @@ def test_taped_passes_equal_the_module_layer_by_layer(tmp_path: Path, num_thread
                 assert torch.equal(mine.normed_TE, other.normed_TE)
                 assert torch.equal(mine.handed_on_TE, other.handed_on_TE)
                 assert torch.equal(pages, other_pages)
-                ids, hidden, other_hidden = drafter.best_tokens(mine.normed_TE), mine.handed_on_TE, other.handed_on_TE
+                ids, hidden, other_hidden = (
+                    drafter.best_tokens(mine.normed_TE).token_ids_S,
+                    mine.handed_on_TE,
+                    other.handed_on_TE,
+                )
     finally:
         torch.set_num_threads(previous)
 
@@ -123,7 +127,7 @@ def test_drafts_are_the_best_of_the_shortlist_and_no_padding(tmp_path: Path) -> 
     drafter = load(tmp_path)
     normed = torch.randn(50, HIDDEN).bfloat16()
     with torch.inference_mode():
-        found = drafter.best_tokens(normed)
+        found = drafter.best_tokens(normed).token_ids_S
     assert set(found.tolist()) <= set(SHORTLIST)
     assert len(set(found.tolist())) > 10
 

@@ -145,7 +145,7 @@ def drafts_of_engine(base, head, prompt):
             # all at once instead of with a cache: keys before this place are those of the text, later ones the drafts'
             step = Step(positions_T=torch.arange(len(tokens)), caches=DenseCaches())
             output = drafter.forward(0, torch.tensor(tokens), states, step)
-            drafts.append(int(drafter.best_tokens(output.normed_TE[-1:])))
+            drafts.append(int(drafter.best_tokens(output.normed_TE[-1:]).token_ids_S))
             tokens = [*tokens, prompt[place_i + 2 + draft]]
             states = torch.cat((states, output.handed_on_TE[-1:]))
         found.append(drafts)

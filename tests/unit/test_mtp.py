@@ -55,18 +55,20 @@ def load(checkpoint, communicator, num_tokens):
 
 @torch.inference_mode()
 def chain_on_rank(checkpoint, communicator):
-    """Tokens drafted by each module in turn, and what the head read for the last of them."""
+    """Tokens drafted by each module in turn, their chances, and what the head read for the last of them."""
     model, drafter = load(checkpoint, communicator, checkpoint.num_modules)
     caches = DenseCaches(fresh_states(checkpoint.path, len(PROMPT) - 1, tp_size=communicator.size))
     step = Step(positions_T=torch.arange(len(PROMPT) - 1), caches=caches)
     hidden_TE = drafter.normed(model.forward(model.embed(torch.tensor(PROMPT[:-1])), step))
-    token_ids, drafts, normed = PROMPT[1:], [], []
+    token_ids, drafts, chances, normed = PROMPT[1:], [], [], []
     for depth in range(len(drafter.modules)):
         output = drafter.forward(depth, torch.tensor(token_ids), hidden_TE, step)
-        drafts += drafter.best_tokens(output.normed_TE[-1:]).tolist()
+        best = drafter.best_tokens(output.normed_TE[-1:])
+        drafts += best.token_ids_S.tolist()
+        chances += best.chances_S.tolist()
         normed.append(output.normed_TE[-1])
         token_ids, hidden_TE = [*token_ids[1:], drafts[-1]], output.handed_on_TE
-    return drafts, torch.stack(normed)
+    return drafts, chances, torch.stack(normed)
 
 
 def chain(checkpoint, tp_size=1):
@@ -80,10 +82,11 @@ def chain(checkpoint, tp_size=1):
 @torch.inference_mode()
 def test_a_chain_of_modules_computes_what_plain_torch_does(family, tp_size, folder):
     checkpoint = build_mtp(family, folder, num_modules=2)
-    drafts, normed_TE = chain(checkpoint, tp_size)[0]
+    drafts, chances, normed_TE = chain(checkpoint, tp_size)[0]
     logits_TV = load_reference(checkpoint.path).lm_head(normed_TE)
     torch.testing.assert_close(logits_TV, oracle_of(checkpoint).logits(PROMPT, 2), atol=5e-5, rtol=1e-4)
     assert drafts == oracle_of(checkpoint).drafts(PROMPT, 2)
+    assert chances == pytest.approx(logits_TV.softmax(-1).amax(-1).tolist(), rel=1e-4)
 
 
 @torch.inference_mode()
@@ -105,7 +108,11 @@ def test_every_rank_finds_the_best_token_of_a_shortlist(tp_size, folder):
     checkpoint = build_mtp("llama", folder, shortlist=shortlist)
     expected = oracle_of(checkpoint).drafts(PROMPT, 1)
     assert expected[0] in shortlist
-    assert [drafts for drafts, _ in chain(checkpoint, tp_size)] == [expected] * tp_size
+    made = chain(checkpoint, tp_size)
+    assert [drafts for drafts, *_ in made] == [expected] * tp_size
+    chances = [chances for _, chances, _ in made]
+    assert chances == [chances[0]] * tp_size  # ranks that disagreed would not draft equally far
+    assert chances[0] == pytest.approx(oracle_of(checkpoint).logits(PROMPT, 1).softmax(-1).amax(-1).tolist(), rel=1e-4)
 
 
 def test_modules_that_are_missing_are_named(folder):

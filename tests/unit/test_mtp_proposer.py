@@ -1,7 +1,7 @@
 """What a worker proposes from its modules is what they draft of each row alone, however its tokens were computed."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from support.draft_driver import DraftDriver, Drafts, Generated, no_drafts
 from support.local_engine import EngineOptions, start_worker
 from support.marks import full
+from support.ngrams import naive_lookup
 from support.tiny_families import VOCAB_SIZE, make_prompt, one_thread
 from support.tiny_mtp import MtpCheckpoint, build_mtp, oracle_of
 
@@ -17,6 +18,8 @@ from blockferry.connectors.compute_progress import StepMark
 from blockferry.engine.kv.plan import Planner
 from blockferry.engine.request import SamplingParams
 from blockferry.engine.spec_decode.base import VerifiedStep
+from blockferry.engine.wire import NO_DRAFT
+from blockferry.engine.worker import proposers
 from blockferry.engine.worker.proposers import ProposerParts, make_proposer
 
 PROMPTS = [make_prompt(seed, length) for seed, length in ((1, 3), (2, 37), (3, 1), (4, 20))]
@@ -44,9 +47,10 @@ def generate(
     chunk: int = 16,
     num_proposals: int = NUM_PROPOSALS,
     max_model_len: int = OPTIONS.max_model_len,
+    **changes: object,
 ) -> list[Generated]:
-    """All prompts together, each step's proposals kept."""
-    speculation = checkpoint.speculation(num_proposals)
+    """All prompts together, each step's proposals kept. changes: of the speculation."""
+    speculation = dataclasses.replace(checkpoint.speculation(num_proposals), **changes)  # type: ignore[arg-type]  # names and types are the tests'
     options = dataclasses.replace(OPTIONS, speculation=speculation, max_model_len=max_model_len)
     worker = start_worker(checkpoint.path, options)
     driver = DraftDriver(worker, options.plan(checkpoint.path).ledger, chunk=chunk, num_proposals=num_proposals)
@@ -56,13 +60,26 @@ def generate(
         worker.close()
 
 
-def assert_proposals_are_the_oracles(checkpoint: MtpCheckpoint, made: list[Generated]) -> None:
-    oracle = oracle_of(checkpoint)
+Propose = Callable[[list[int]], list[int]]
+
+
+def assert_proposals_are(expected: Propose, made: list[Generated]) -> None:
     for one in made:
         num_known = one.num_prompt_tokens
         for count, proposed in zip(one.steps, one.proposals, strict=True):
             num_known += count
-            assert proposed == oracle.drafts(one.known[:num_known], NUM_PROPOSALS), (one.row, num_known)
+            assert proposed == expected(one.known[:num_known]), (one.row, num_known)
+
+
+def assert_proposals_are_the_oracles(checkpoint: MtpCheckpoint, made: list[Generated]) -> None:
+    assert_proposals_are(lambda known: oracle_of(checkpoint).drafts(known, NUM_PROPOSALS), made)
+
+
+def likely_drafts(checkpoint: MtpCheckpoint, known: list[int], min_chance: float) -> list[int]:
+    """The oracle's, each only where all before it hold with that chance."""
+    chances = oracle_of(checkpoint).logits(known, NUM_PROPOSALS).softmax(-1).amax(-1).cumprod(0)
+    num_likely = 1 + int((chances[:-1] >= min_chance).sum())
+    return oracle_of(checkpoint).drafts(known, num_likely)
 
 
 def follow(made: list[Generated], num_right: int) -> Drafts:
@@ -96,6 +113,36 @@ def test_verified_and_rejected_drafts_leave_no_trace(num_modules: int, num_right
 def test_prompts_in_chunks_are_drafted_for_alike(chunk: int, num_modules: int, folder: Path) -> None:
     checkpoint = build_mtp("deepseek_v3", folder, num_modules=num_modules)
     assert_proposals_are_the_oracles(checkpoint, generate(checkpoint, chunk=chunk))
+
+
+@pytest.mark.parametrize("num_modules", [1, 2])
+@pytest.mark.parametrize(("min_chance", "lengths"), [(0.06, {1, 2}), (0.01, {2, 3})])
+def test_no_draft_is_made_behind_unlikely_ones(
+    num_modules: int, min_chance: float, lengths: set[int], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proposers, "CONFIDENCE", min_chance)
+    checkpoint = build_mtp("deepseek_v3", folder, num_modules=num_modules)
+    made = generate(checkpoint, is_adaptive=True)
+    assert_proposals_are(lambda known: likely_drafts(checkpoint, known, min_chance), made)
+    assert {len(proposed) for one in made for proposed in one.proposals} == lengths
+
+
+@pytest.mark.parametrize("num_modules", [1, 2])
+@pytest.mark.parametrize("num_right", [None, 1])
+def test_modules_draft_where_nothing_recurs(num_modules: int, num_right: int | None, folder: Path) -> None:
+    checkpoint = build_mtp("deepseek_v3", folder, num_modules=num_modules)
+    drafts = no_drafts if num_right is None else follow(generate(checkpoint), num_right)
+    made = generate(checkpoint, drafts, looks_up=True, min_ngram=1, max_ngram=2)
+    num_found = 0
+
+    def expected(known: list[int]) -> list[int]:
+        nonlocal num_found
+        found = naive_lookup(known, min_ngram=1, max_ngram=2, num_drafts=NUM_PROPOSALS)
+        num_found += found[0] != NO_DRAFT
+        return found if found[0] != NO_DRAFT else oracle_of(checkpoint).drafts(known, NUM_PROPOSALS)
+
+    assert_proposals_are(expected, made)
+    assert 0 < num_found < sum(len(one.proposals) for one in made)
 
 
 def test_a_shortlist_is_all_that_is_proposed(folder: Path) -> None:

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.ngrams import naive_lookup
 
 from blockferry.engine.config import cache_dir
 from blockferry.engine.rows import RowTable
@@ -14,17 +15,6 @@ from blockferry.engine.wire import NO_DRAFT, StepPlan
 from blockferry.engine.worker.inputs import StepInputs
 from blockferry.kernels.cpu_launch import Launcher, kernel_store
 from blockferry.kernels.cpu_ngram import NgramLookup
-
-
-def naive_lookup(tokens: list[int], *, min_ngram: int, max_ngram: int, num_drafts: int) -> list[int]:
-    for length in range(max_ngram, min_ngram - 1, -1):
-        for first in range(len(tokens) - length - 1, -1, -1):
-            if tokens[first : first + length] == tokens[-length:]:
-                known = list(tokens)
-                for _ in range(num_drafts):
-                    known.append(known[first + length + len(known) - len(tokens)])
-                return known[len(tokens) :]
-    return [NO_DRAFT] * num_drafts
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from blockferry.cluster.deployment import Deployment, load_deployment
 from blockferry.cluster.instance_plans import plan_of
 from blockferry.cluster.running import Running
 from blockferry.cluster.shipped import shipped_models
+from blockferry.cluster.speculation_settings import words_of
 from blockferry.connectors.transport.hosts import Hosts
 from blockferry.engine.config import DraftMethod, SpeculationConfig
 from blockferry.engine.errors import ConfigError
@@ -80,6 +81,14 @@ def test_a_section_is_of_every_instance(folder: Path) -> None:
     assert [one.scheduler.speculation for one in instances] == [expected, expected]
 
 
+def test_modules_may_be_asked_only_where_nothing_recurs(folder: Path) -> None:
+    deployment = load(folder, "{method: mtp, head: head, lookup: true, min_ngram: 3}")
+    speculation = deployment.config.instances[0].scheduler.speculation
+    assert speculation is not None
+    assert (speculation.looks_up, speculation.min_ngram, speculation.max_ngram) == (True, 3, 4)
+    assert "and first by what followed the last 4 to 3 tokens" in words_of(speculation, deployment.header)
+
+
 def test_without_a_section_nothing_is_drafted(folder: Path) -> None:
     (folder / "deployment.yaml").write_text(PD)
     instances = load_deployment(folder / "deployment.yaml").config.instances
@@ -132,10 +141,12 @@ def test_states_of_drafts_have_blocks(folder: Path) -> None:
         ("{method: ngram, num_tokens: 0}", "num_tokens", "between 1 and 8"),
         ("{method: ngram, num_tokens: 9}", "num_tokens", "between 1 and 8"),
         ("{method: ngram, adaptive: 1}", "adaptive", "true or false"),
-        ("{method: ngram, head: head}", "head", "n-grams need no head"),
+        ("{method: ngram, head: head}", "head", "is of method mtp"),
+        ("{method: ngram, lookup: true}", "lookup", "is of method mtp"),
         ("{method: ngram, min_ngram: 0}", "min_ngram", "at least 1|between 1"),
         ("{method: ngram, max_ngram: 1}", "max_ngram", "1 is less than min_ngram=2; use 2 or more"),
-        ("{method: mtp, head: head, min_ngram: 2}", "min_ngram", "is of method ngram"),
+        ("{method: mtp, head: head, min_ngram: 2}", "min_ngram", "write lookup: true as well"),
+        ("{method: mtp, head: head, lookup: 3}", "lookup", "must be true or false"),
         ("{method: mtp}", "method", "LlamaForCausalLM names no layers that predict several tokens"),
         ("{method: mtp, head: nowhere}", "head", "'nowhere' is neither a folder nor a shipped head"),
         ("{method: mtp, head: .}", "head", "has no config.json"),
