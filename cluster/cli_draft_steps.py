@@ -15,8 +15,8 @@ from blockferry.cluster.shipped import find_config
 DRAFT_STEPS_HELP_END = (
     "Everything runs in this process, without Ray or HTTP; `bench speculation` measures a served deployment.\n\n"
     "--json writes one document: command, version, machine and results, each with name, params, value (the median of "
-    "runs), unit and runs, one per answer.\n\n"
-    "Names: rate, of the tokens after the first; ratio, of rate to that without drafts, answer by answer; tokens of a "
+    "runs), unit and runs, one per round over all prompts.\n\n"
+    "Names: rate, of the tokens after the first; ratio, of rate to that without drafts in the same round; tokens of a "
     "step; step, and of it forward, sampling, drafting and control (the scheduler and the wire); held_1, held_2, ..., "
     "the share of verified drafts at that position that were accepted; unequal, answers that are not those without "
     "drafts. Params: method (off, ngram, mtp, mtp+lookup, or an oracle's probability), drafts, adaptive, "
@@ -36,7 +36,7 @@ def bench_draft_steps(  # noqa: PLR0913, PLR0917 - one parameter per option
     is_adaptive: Annotated[bool, typer.Option("--adaptive", help="Draft fewer where they are not accepted.")] = False,
     output_len: Annotated[int, typer.Option(min=2, help="Tokens of every answer.")] = 96,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 0.0,
-    num_runs: Annotated[int, typer.Option("--runs", min=1, help="Times that every prompt is answered.")] = 1,
+    num_runs: Annotated[int, typer.Option("--runs", min=1, help="Rounds over all prompts.")] = 3,
     threads: Annotated[int, typer.Option(min=0, help="Of torch. Default: the deployment's.")] = 0,
     is_cpu_time: Annotated[
         bool, typer.Option("--cpu-time", help="On one thread, by its own clock, which other programs disturb less.")

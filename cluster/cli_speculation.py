@@ -21,9 +21,9 @@ SPECULATION_HELP_END = (
     "--json writes one document: command, version, machine and results, each with name, params, value (the median of "
     "runs), unit and runs, one per answer.\n\n"
     "Names: decode_rate, of the tokens after the first; ttft; output_tokens; speed_up, of decode_rate, answer by "
-    "answer; unequal_answers, whose text differs (0, unless a near-tie of numbers was decided otherwise); "
-    "draft_acceptance; tokens_per_step, of steps that verified drafts. Params: deployment (plain, drafting), "
-    "output_len."
+    "answer; overall_speed_up, of all answers' tokens over their time together; unequal_answers, whose text differs "
+    "(0, unless a near-tie of numbers was decided otherwise); draft_acceptance; tokens_per_step, of steps that "
+    "verified drafts. Params: deployment (plain, drafting), output_len."
 )
 
 

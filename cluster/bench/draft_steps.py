@@ -1,12 +1,13 @@
 """`bench draft-steps`: what a request alone gains by drafts, who drafts and how many, and where its steps' time goes.
 
 In one process, without Ray or HTTP, so that little else is measured. All ways to draft take turns at every prompt, the
-one without drafts among them, so that noise hits all; answers end where the model ends them. Besides those who draft
-there is an oracle: it knows the answer and puts it, wrong with a given probability, in the place of what was proposed
-at full cost. It shows what a better head would bring.
+one without drafts among them, so that noise hits all; answers end where the model ends them. A run is one round over
+all prompts: its tokens together over its time. Besides those who draft there is an oracle: it knows the answer and puts
+it, wrong with a given probability, in the place of what was proposed at full cost. It shows what a better head would
+bring.
 
     rate              of the tokens after the first
-    ratio             of rate, to that without drafts, answer by answer
+    ratio             of rate, to that without drafts in the same round
     tokens            of a step: accepted drafts and one
     step              ms
     forward, sampling, drafting, control     ms of a step; control is the scheduler and the wire
@@ -46,7 +47,7 @@ class DraftStepsConfig:
     oracle_shares: Sequence[float] = ()  # of drafts that are right, at any position; at the cost of the last source
     prompts: Sequence[str] = PROMPTS
     output_len: int = 96  # tokens at most
-    num_runs: int = 1  # of every prompt
+    num_runs: int = 3  # rounds over all prompts
     temperature: float = 0.0
     seed: int = 0
     is_cpu_time: bool = False  # of this process, which others disturb less; means something with one thread only
@@ -88,7 +89,7 @@ def run_draft_steps_bench(
         for case in cases[::1] if number % 2 else cases[::-1]:
             case.decode(prompt, sampling, plain.token_ids)
     shared = {"output_len": config.output_len, "temperature": config.temperature}
-    results = [result for case in (off, *cases) for result in case.results(off, shared)]
+    results = [result for case in (off, *cases) for result in case.results(off, shared, len(prompts))]
     most = max(way.num_tokens for way in config.ways)
     return Report(command="bench draft-steps", results=results, columns=(*COLUMNS, *map(_held, range(most))))
 
@@ -151,18 +152,19 @@ class _Case:
         self._decoded.append(decoded)
         return decoded
 
-    def results(self, off: _Case, shared: Mapping[str, ParamValue]) -> list[Result]:
+    def results(self, off: _Case, shared: Mapping[str, ParamValue], num_prompts: int) -> list[Result]:
         """Everything measured but the first answer; ratios to the way without drafts."""
         decoded, plain = self._decoded[1:], off._decoded[1:]
+        rounds, others = (_rounds(answers, num_prompts) for answers in (decoded, plain))
         rows = {
-            "rate": ("tok/s", [_rate(one) for one in decoded]),
-            "ratio": ("1", [_rate(one) / _rate(other) for one, other in zip(decoded, plain, strict=True)]),
-            "tokens": ("1", [one.num_timed_tokens / one.num_steps for one in decoded]),
-            "step": ("ms", [1e3 * one.total_s / one.num_steps for one in decoded]),
+            "rate": ("tok/s", [one.rate for one in rounds]),
+            "ratio": ("1", [one.rate / other.rate for one, other in zip(rounds, others, strict=True)]),
+            "tokens": ("1", [one.num_tokens / one.num_steps for one in rounds]),
+            "step": ("ms", [1e3 * one.total_s / one.num_steps for one in rounds]),
         }
         for part in StepPart:
-            rows[part.value] = ("ms", [1e3 * one.part_s[part] / one.num_steps for one in decoded])
-        rows[CONTROL] = ("ms", [1e3 * (one.total_s - sum(one.part_s.values())) / one.num_steps for one in decoded])
+            rows[part.value] = ("ms", [1e3 * one.part_s[part] / one.num_steps for one in rounds])
+        rows[CONTROL] = ("ms", [1e3 * (one.total_s - sum(one.part_s.values())) / one.num_steps for one in rounds])
         for place in range(len(decoded[0].drafted)):
             drafted, accepted = (
                 int(sum(counts)) for counts in zip(*((d.drafted[place], d.accepted[place]) for d in decoded))
@@ -179,5 +181,29 @@ def _held(place: int) -> str:
     return f"held_{place + 1}"
 
 
-def _rate(decoded: Decoded) -> float:
-    return decoded.num_timed_tokens / decoded.total_s
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Round:
+    """Every prompt answered once, added up."""
+
+    num_tokens: int
+    num_steps: int
+    total_s: float
+    part_s: Mapping[StepPart, float]
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.num_tokens / self.total_s
+
+
+def _rounds(decoded: Sequence[Decoded], num_prompts: int) -> list[_Round]:
+    return [_added_up(decoded[first : first + num_prompts]) for first in range(0, len(decoded), num_prompts)]
+
+
+def _added_up(answers: Sequence[Decoded]) -> _Round:
+    return _Round(
+        num_tokens=sum(one.num_timed_tokens for one in answers),
+        num_steps=sum(one.num_steps for one in answers),
+        total_s=sum(one.total_s for one in answers),
+        part_s={part: sum(one.part_s[part] for one in answers) for part in StepPart},
+    )

@@ -46,6 +46,7 @@ async def test_both_are_timed_and_the_drafts_counted():
     pairs = [mine / other for mine, other in zip(own, others, strict=True)]
     assert rows["speed_up", DRAFTING]["runs"] == pytest.approx(pairs)
     assert rows["speed_up", DRAFTING]["value"] == pytest.approx(median(pairs))
+    assert min(pairs) <= rows["overall_speed_up", DRAFTING]["value"] <= max(pairs)  # answers are equally long
     assert rows["unequal_answers", DRAFTING]["value"] == 0
     assert (rows["draft_acceptance", DRAFTING]["value"], rows["tokens_per_step", DRAFTING]["value"]) == (1.0, 3.0)
 
