@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 from rich.console import Console
 
+from blockferry.cluster.bench.drafts import ask_counts, draft_rows
 from blockferry.cluster.bench.load import Answer, Endpoint, Prompt, ask, find_model
 from blockferry.cluster.bench.pacing import Pace, send_all
 from blockferry.cluster.bench.report import ParamValue, Result
@@ -87,9 +88,11 @@ async def replay(config: ReplayConfig, *, console: Console | None = None) -> lis
         if not requests:
             raise ValueError(f"no prompt fits max_model_len={card['max_model_len']}; make blocks shorter")
         endpoint = Endpoint(url=f"{config.base_url}/v1", model=card["id"])
+        drafts_before = await ask_counts(session, endpoint.url)
         started_s = time.perf_counter()
         answers = await _send(config, requests, card, functools.partial(ask, session, endpoint), console)
         duration_s = time.perf_counter() - started_s
+        drafts = draft_rows(drafts_before, await ask_counts(session, endpoint.url), config.params)
     failures = [answer.error for answer in answers if answer.error]
     if len(failures) == len(answers):
         raise ValueError(f"no request succeeded at {config.base_url}: {failures[0]}")
@@ -99,6 +102,7 @@ async def replay(config: ReplayConfig, *, console: Console | None = None) -> lis
         *rows_of(answers, duration_s=duration_s, params=config.params),
         Result(name="skipped_requests", params=config.params, unit="1", runs=[len(every) - len(requests)]),
         *hit_rows(requests, answers, config),
+        *drafts,
     ]
 
 

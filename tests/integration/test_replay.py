@@ -27,7 +27,7 @@ def conversations(num_conversations: int, num_turns: int) -> Iterator[dict[str, 
             yield {
                 "timestamp": 250 * (turn * num_conversations + number),
                 "input_length": 512 * len(hash_ids),
-                "output_length": 128,
+                "output_length": 1024,
                 "hash_ids": hash_ids,
             }
 
@@ -41,6 +41,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     (folder / "2p2d.yaml").write_text(
         f"model: {{path: {path}, dtype: float32, max_model_len: 128}}\n"
         f"cache: {{block_size: {BLOCK_TOKENS}, num_blocks: 400}}\n"
+        "speculation: {method: ngram, min_ngram: 1}\n"
         "scheduler: {max_num_seqs: 8, max_num_batched_tokens: 64}\n"
         "instances:\n"
         "  - {role: prefill, replicas: 2, resources: {num_cpus: 0.25}}\n"
@@ -78,6 +79,11 @@ def test_nine_tenths_of_what_the_trace_repeats_is_found(rows: list[dict[str, Any
 def test_every_instance_takes_part(rows: list[dict[str, Any]]) -> None:
     assert len(values(rows, "queried_tokens")) == 4
     assert min(values(rows, "queried_tokens")) > 0
+
+
+def test_drafts_are_reported(rows: list[dict[str, Any]]) -> None:
+    (acceptance,), (num_tokens,) = values(rows, "draft_acceptance"), values(rows, "tokens_per_step")
+    assert 0 < acceptance < 1 < num_tokens
 
 
 def test_all_blocks_are_free_and_the_ledgers_proved_in_the_end(rows: list[dict[str, Any]]) -> None:
