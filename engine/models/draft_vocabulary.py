@@ -27,7 +27,7 @@ class BestTokens(NamedTuple):
     """Of tokens that want a draft, the same on every rank."""
 
     token_ids_S: torch.Tensor  # int64
-    chances_S: torch.Tensor  # float64: what the head gives each, of all tokens that may be drafted
+    chances_S: torch.Tensor  # what the head gives each, of all tokens that may be drafted
 
 
 class DraftVocabulary:
@@ -41,30 +41,38 @@ class DraftVocabulary:
 
     def best(self, normed_SE: torch.Tensor) -> BestTokens:
         """All ranks must call it. Of equally likely tokens the lowest."""
+        return self._best_alone(normed_SE) if self._communicator.size == 1 else self._best_of_ranks(normed_SE)
+
+    def _best_alone(self, normed_SE: torch.Tensor) -> BestTokens:
+        chances_SV = self._logits(normed_SE).softmax(dim=-1)
+        if chances_SV.device.type == "cpu":  # NumPy's argmax is vectorised where torch's is not
+            place_S = torch.from_numpy(chances_SV.numpy().argmax(axis=-1))
+        else:
+            place_S = chances_SV.argmax(dim=-1)
+        return BestTokens(self._token_ids_V[place_S], chances_SV.gather(1, place_S[:, None])[:, 0])
+
+    def _best_of_ranks(self, normed_SE: torch.Tensor) -> BestTokens:
         value_S, token_S, total_S = self._best_here(normed_SE)
         size, rank = self._communicator.size, self._communicator.rank
-        if size == 1:
-            return BestTokens(token_S, (value_S - total_S).exp())
         found_SP3 = torch.zeros((len(token_S), size, 3), dtype=torch.float64, device=token_S.device)
-        found_SP3[:, rank] = torch.stack((value_S, token_S.double(), total_S), dim=1)
+        found_SP3[:, rank] = torch.stack((value_S.double(), token_S.double(), total_S.double()), dim=1)
         value_SP, token_SP, total_SP = self._communicator.all_reduce(found_SP3).unbind(dim=-1)
         value_S1, winner_S1 = value_SP.max(dim=1, keepdim=True)
         chances_S = (value_S1[:, 0] - total_SP.logsumexp(dim=1)).exp()
         return BestTokens(token_SP.gather(1, winner_S1)[:, 0].long(), chances_S)
 
     def _best_here(self, normed_SE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(values, tokens, totals) [S] each; values and totals float64."""
-        num_rows, device = len(self._token_ids_V), normed_SE.device
-        if not num_rows:
-            nothing_S = torch.full((len(normed_SE),), -torch.inf, dtype=torch.float64, device=device)
-            return nothing_S, torch.zeros(len(normed_SE), dtype=torch.int64, device=device), nothing_S
-        logits_SV = self._head(normed_SE)[:, :num_rows].float()
-        if device.type == "cpu":  # NumPy's argmax is vectorised where torch's is not
-            place_S = torch.from_numpy(logits_SV.numpy().argmax(axis=-1))
-        else:
-            place_S = logits_SV.argmax(dim=-1)
-        value_S = logits_SV.gather(1, place_S[:, None])[:, 0]
-        return value_S.double(), self._token_ids_V[place_S], logits_SV.logsumexp(dim=-1).double()
+        """(values, tokens, totals) [S] each."""
+        if not len(self._token_ids_V):
+            nothing_S = torch.full((len(normed_SE),), -torch.inf, device=normed_SE.device)
+            return nothing_S, torch.zeros(len(normed_SE), dtype=torch.int64, device=normed_SE.device), nothing_S
+        logits_SV = self._logits(normed_SE)
+        value_S, place_S = logits_SV.max(dim=-1)
+        return value_S, self._token_ids_V[place_S], logits_SV.logsumexp(dim=-1)
+
+    def _logits(self, normed_SE: torch.Tensor) -> torch.Tensor:
+        """float32 [S, V]."""
+        return self._head(normed_SE)[:, : len(self._token_ids_V)].float()
 
 
 def check_shortlist(token_ids: torch.Tensor, vocab_size: int, *, name: str) -> None:
