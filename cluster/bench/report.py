@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 ParamValue = str | int | float | bool | None
+WIDEST = 400  # columns of a table
 MAX_PARAM_COLUMNS = 4  # that fit a terminal beside name, value and unit
 
 
@@ -94,7 +95,7 @@ class Report:
         else:
             table = Table(title=title, caption=caption)
             self._add_rows(table, varying)
-        (console or Console()).print(table)
+        _print_uncut(table, console or Console())
 
     def _add_rows(self, table: Table, varying: Sequence[str]) -> None:
         is_wide = len(varying) > MAX_PARAM_COLUMNS
@@ -121,6 +122,13 @@ class Report:
             rows.setdefault(cells, {})[result.name] = f"{result.value:,.4g}"
         for cells, by_name in rows.items():
             table.add_row(*cells, *(by_name.get(name, "") for name in names))
+
+
+def _print_uncut(table: Table, console: Console) -> None:
+    """With every digit, in lines longer than a narrow terminal's where they must be."""
+    options = console.options.update(max_width=WIDEST)
+    console.width = max(console.width, console.measure(table, options=options).maximum)
+    console.print(table)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

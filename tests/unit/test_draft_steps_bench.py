@@ -1,14 +1,17 @@
 """`bench draft-steps`: a tiny model in this process, and the oracle that drafts its answers. No speed is asserted."""
 
+import io
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 from support.checkpoints import make_checkpoint
 from support.tiny_tokenizers import save_letters
 
 from blockferry.cluster.bench.draft_steps import DraftStepsConfig, run_draft_steps_bench
 from blockferry.cluster.bench.draft_ways import Oracle, one_instance, ways_to_draft
+from blockferry.cluster.bench.report import Report, Result
 from blockferry.cluster.deployment import Deployment, load_deployment
 from blockferry.engine.errors import ConfigError
 from blockferry.engine.wire import NO_DRAFT, StepPlan, StepResult
@@ -42,6 +45,14 @@ def test_every_way_is_measured_beside_the_one_without_drafts(tmp_path: Path) -> 
     assert found["tokens", "1", 1]["runs"] == [2.0] * 2
     assert found["tokens", "off", None]["runs"] == [1.0] * 2
     assert found["held_2", "1", 3]["value"] == 1
+
+
+def test_a_narrow_terminal_cuts_no_digits() -> None:
+    columns = tuple(f"column_{number}" for number in range(12))
+    results = [Result(name=name, params={"drafts": 1}, unit="ms", runs=[0.1234]) for name in columns]
+    shown = io.StringIO()
+    Report(command="bench test", results=results, columns=columns).print_table(Console(file=shown, width=30))
+    assert shown.getvalue().count("0.1234") == 12
 
 
 def test_an_oracle_drafts_what_follows_and_is_wrong_as_often_as_it_is_told() -> None:
