@@ -275,9 +275,10 @@ class RowDrafts:
         if not proposals.size:
             return np.zeros(len(rows), np.int32)
         num_columns = proposals.shape[1]
-        if num_columns < self._most:
-            proposals = np.pad(proposals, ((0, 0), (0, self._most - num_columns)))
-        self._packed_ids[rows] = np.ascontiguousarray(proposals).view(self._packed_ids.dtype).ravel()
+        if num_columns == self._most:
+            self._packed_ids[rows] = np.ascontiguousarray(proposals).view(self._packed_ids.dtype).ravel()
+        else:
+            self._token_ids[rows, :num_columns] = proposals
         num_proposed = np.full(len(rows), num_columns, np.int32)
         if proposals.min() < 0:
             for place in range(num_columns):
