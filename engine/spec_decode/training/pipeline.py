@@ -41,14 +41,14 @@ from blockferry.engine.spec_decode.training.writer import Assignment, ModelWrite
 
 NUM_HELD_OUT_TEXTS = 24
 TRAINING = "training.pt"
-TEXT_PART, STATES_PART, TRAINING_PART = 0.35, 0.2, 0.45  # of the time
+TEXT_PART, STATES_PART, TRAINING_PART = 0.35, 0.2, 0.45  # of the time: the first two at most, training at least
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSettings:
     """How much, how long, with what."""
 
-    num_tokens: int = 400_000  # that the model is to write
+    num_tokens: int = 800_000  # that the model is to write
     num_draft_tokens: int = 8192
     limit_s: float = 3300.0
     num_threads: int = 2
@@ -107,6 +107,7 @@ class Pipeline:
     def run(self, work: Path, out: Path) -> TrainedHead:
         """Do what `work` does not say is done. Raises ConfigError for a work folder of another training."""
         torch.set_num_threads(self._settings.num_threads)
+        started_s = time.monotonic()
         self._claim(work)
         self._write_texts(work)
         self._read_states(work)
@@ -116,7 +117,11 @@ class Pipeline:
         draft_token_ids = draft_vocabulary(
             writings, vocab_size=self._base.header.vocab_size, num_tokens=self._settings.num_draft_tokens
         )
-        trainer = self._train(work, self._examples(writings, states, draft_token_ids), draft_token_ids)
+        left_s = self._settings.limit_s - (time.monotonic() - started_s)
+        examples = self._examples(writings, states, draft_token_ids)
+        trainer = self._train(
+            work, examples, draft_token_ids, limit_s=max(left_s, TRAINING_PART * self._settings.limit_s)
+        )
         head = TrainedHead(
             folder=out,
             num_tokens=sum(one.num_output_tokens for one in writings),
@@ -194,7 +199,7 @@ class Pipeline:
     def _examples(self, writings: list[Writing], states: list[States], draft_token_ids: torch.Tensor) -> Examples:
         return Examples.of(writings, states, draft_token_ids, self._base.header.vocab_size)
 
-    def _train(self, work: Path, examples: Examples, draft_token_ids: torch.Tensor) -> Trainer:
+    def _train(self, work: Path, examples: Examples, draft_token_ids: torch.Tensor, *, limit_s: float) -> Trainer:
         settings = self._settings
         cos_sin = self._base.cos_sin(settings.max_model_len + settings.training.num_steps)
         module = DraftModule(Shape.of(self._base), initial_weights(self._base, examples), cos_sin)
@@ -204,7 +209,7 @@ class Pipeline:
             note = f"loss {step.loss:.3f}"
             self._report(TrainProgress(phase="training", done=step.number, total=step.num_steps, note=note))
 
-        trainer.run(examples, work / TRAINING, limit_s=TRAINING_PART * settings.limit_s, tick=tick)
+        trainer.run(examples, work / TRAINING, limit_s=limit_s, tick=tick)
         return trainer
 
     def _measure(self, work: Path, trainer: Trainer, draft_token_ids: torch.Tensor) -> dict[str, Acceptance]:
