@@ -55,7 +55,9 @@ def main() -> None:
     try:
         code: Any = typer.main.get_command(app).main(cli_bench.fill_json_target(sys.argv[1:]), standalone_mode=False)
     except ClickException as error:
-        cli_output.print_error(f"{error.format_message().rstrip('.')}; see `blockferry --help`")
+        context = getattr(error, "ctx", None)  # of the command that was misused
+        command = context.command_path if context is not None else "blockferry"
+        cli_output.print_error(f"{error.format_message().rstrip('.')}; see `{command} --help`")
         code = error.exit_code
     except (BlockferryError, OSError) as error:
         cli_output.print_error(str(error))

@@ -25,7 +25,10 @@ def train_draft(  # noqa: PLR0913, PLR0917 - one parameter per option
     ] = None,
     minutes: Annotated[float, typer.Option(min=0.1, help="About how long it may take.")] = 55.0,
     num_tokens: Annotated[
-        int, typer.Option("--tokens", min=1000, help="That the model is to write, if there is time.")
+        int,
+        typer.Option(
+            "--tokens", min=1000, help="That the model is to write, if there is time: in parts of about 50,000."
+        ),
     ] = 800_000,
     num_draft_tokens: Annotated[int, typer.Option("--vocabulary", min=16, help="Tokens that may be drafted.")] = 8192,
     num_epochs: Annotated[int, typer.Option("--epochs", min=1, help="Passes over the text.")] = 8,

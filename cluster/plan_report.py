@@ -152,7 +152,7 @@ def group_table(planned: PlannedModel) -> Table:
     for index, share in enumerate(shares):
         table.add_row(
             str(index),
-            share.kind + (" (draft)" if share.is_draft else ""),
+            share.kind + (" (with draft layers)" if share.is_draft else ""),
             f"{len(share.layer_numbers)}: {layer_words(share.layer_numbers)}",
             f"{share.block_size} tok",
             size_words(share.page_bytes),

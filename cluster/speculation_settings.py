@@ -29,7 +29,10 @@ def read_speculation(section: Section, base: Path) -> SpeculationConfig | None:
     defaults = SpeculationConfig(method=method)
     _refuse_keys_of_others(section, method)
     head = section.text("head", None)
-    min_ngram = section.integer("min_ngram", defaults.min_ngram, minimum=1, maximum=MAX_NGRAM)
+    max_ngram = section.integer("max_ngram", 0, minimum=1, maximum=MAX_NGRAM)  # 0: not written
+    min_ngram = section.integer(
+        "min_ngram", min(defaults.min_ngram, max_ngram or MAX_NGRAM), minimum=1, maximum=MAX_NGRAM
+    )
     speculation = SpeculationConfig(
         method=method,
         num_tokens=section.integer("num_tokens", defaults.num_tokens, minimum=1, maximum=MAX_NUM_TOKENS),
@@ -37,7 +40,7 @@ def read_speculation(section: Section, base: Path) -> SpeculationConfig | None:
         is_adaptive=section.flag("adaptive", default=defaults.is_adaptive),
         looks_up=section.flag("lookup", default=defaults.looks_up),
         min_ngram=min_ngram,
-        max_ngram=section.integer("max_ngram", max(min_ngram, defaults.max_ngram), minimum=1, maximum=MAX_NGRAM),
+        max_ngram=max_ngram or max(min_ngram, defaults.max_ngram),
     )
     section.finish()
     if speculation.max_ngram < min_ngram:
@@ -53,11 +56,12 @@ def _missing_method(section: Section) -> str:
 
 
 def _refuse_keys_of_others(section: Section, method: DraftMethod) -> None:
-    for key in ("head", "lookup"):
-        if method is DraftMethod.NGRAM and section.has(key):
+    looks_up = section.flag("lookup", default=False)
+    for key, is_wrong in (("head", section.has("head")), ("lookup", looks_up)):
+        if method is DraftMethod.NGRAM and is_wrong:
             raise ConfigError(section.at(key), "is of method mtp; remove it, or use that method")
     for key in ("min_ngram", "max_ngram"):
-        if method is DraftMethod.MTP and section.has(key) and not section.flag("lookup", default=False):
+        if method is DraftMethod.MTP and section.has(key) and not looks_up:
             raise ConfigError(section.at(key), "is of n-grams; write lookup: true as well, or use method ngram")
 
 
@@ -70,7 +74,9 @@ def _head_folder(key: str, name: str, base: Path) -> Path:
         hint = difflib.get_close_matches(name, shipped, n=1)
         guess = f"; did you mean {hint[0]!r}?" if hint else ""
         raise ConfigError(
-            key, f"{name!r} is neither a folder nor a shipped head ({', '.join(shipped) or 'none'}){guess}"
+            key,
+            f"{name!r} is neither a folder nor a shipped head{guess}; use one of {', '.join(shipped) or 'none'}, or "
+            "a folder that train-draft made",
         )
     folder = folders[0] if folders else shipped[name]
     if not (folder / "config.json").is_file():
@@ -91,7 +97,7 @@ def check_speculation(
     for index, instance in enumerate(instances):
         budget = instance.scheduler.max_num_batched_tokens
         if num_rows_tokens > budget:
-            raise _too_many(speculation, f"max_num_batched_tokens={budget} of instances[{index}]", budget)
+            raise _too_many(speculation, f"scheduler.max_num_batched_tokens={budget} of instances[{index}]", budget)
 
 
 def _too_many(speculation: SpeculationConfig, limit: str, budget: int) -> ConfigError:
@@ -117,11 +123,13 @@ def num_layers_that_draft(speculation: SpeculationConfig | None, header: ModelHe
 def words_of(speculation: SpeculationConfig, header: ModelHeader) -> str:
     """What a deployment with it does, in one line."""
     adaptive = "fewer where they are not accepted" if speculation.is_adaptive else "always as many"
-    ngrams = f"what followed the last {speculation.max_ngram} to {speculation.min_ngram} tokens before (n-grams)"
+    least, most = speculation.min_ngram, speculation.max_ngram
+    ngrams = f"what followed the last {most if least == most else f'{most} to {least}'} tokens before (n-grams)"
     if speculation.method is DraftMethod.NGRAM:
         source = ngrams
     else:
         whose = f"the head {speculation.head_path}" if speculation.head_path else "the model's own modules"
         source = f"{whose} ({num_layers_that_draft(speculation, header)} layer(s) of multi-token prediction)"
         source += f", and first by {ngrams}" if speculation.looks_up else ""
-    return f"up to {speculation.num_tokens} tokens per request and step are drafted by {source}, {adaptive}"
+    count = "1 token" if speculation.num_tokens == 1 else f"up to {speculation.num_tokens} tokens"
+    return f"{count} per request and step, drafted by {source}; {adaptive}"

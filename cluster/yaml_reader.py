@@ -94,6 +94,8 @@ class Section:
         if value is None:
             return default
         if not isinstance(value, str) or not value.strip():
+            if isinstance(value, str):
+                raise ConfigError(self.at(key), "must not be empty; write a value, or remove the key")
             remedy = "; put it in quotes" if isinstance(value, bool | int | float) else ""  # YAML reads off as false
             raise ConfigError(self.at(key), f"must be text, not {_kind(value)}{remedy}")
         return value
@@ -104,7 +106,7 @@ class Section:
         if value is None:
             return default
         if value not in choices:
-            hint = difflib.get_close_matches(str(value), choices, n=1)
+            hint = difflib.get_close_matches(str(value).lower(), choices, n=1)
             guess = f" (did you mean {str(hint[0])!r}?)" if hint else ""
             raise ConfigError(self.at(key), f"{value!r} is not one of {', '.join(choices)}{guess}")
         return str(value)
@@ -114,10 +116,10 @@ class Section:
         value = self._take(key)
         if value is None:
             return default
+        limit = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
         if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigError(self.at(key), f"must be a whole number, not {_kind(value)}")
+            raise ConfigError(self.at(key), f"must be a whole number {limit}, not {_kind(value)}")
         if value < minimum or (maximum is not None and value > maximum):
-            limit = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
             raise ConfigError(self.at(key), f"{value} is out of range; it must be {limit}")
         return value
 

@@ -20,6 +20,7 @@ from blockferry.engine.request import Int32Array
 from blockferry.engine.wire import NO_DRAFT, StepPlan, StepResult
 
 OWN = "own"  # instead of a head's name: the checkpoint's modules
+OPTIONS = {f"{WHERE}.num_tokens": "--drafts", f"{WHERE}.head": "--head"}  # of the command, by the key they are put into
 
 
 def ways_to_draft(
@@ -37,9 +38,12 @@ def ways_to_draft(
     for source in sources:
         for count in num_drafts:
             section = Section(WHERE, source | {"num_tokens": count, "adaptive": is_adaptive})
-            way = read_speculation(section, Path())
-            assert way is not None, "a method is written"
-            check_speculation(way, config.model, deployment.header, config.instances[:1])
+            try:
+                way = read_speculation(section, Path())
+                assert way is not None, "a method is written"
+                check_speculation(way, config.model, deployment.header, config.instances[:1])
+            except ConfigError as error:
+                raise ConfigError(OPTIONS.get(error.path, error.path), error.reason) from error
             ways.append(way)
     return ways
 

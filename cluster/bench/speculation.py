@@ -78,7 +78,10 @@ def speculation_deployments(drafting: Deployment) -> dict[str, Deployment]:
     """A deployment and the same without drafts, by the names of the results. Raises ConfigError."""
     config = drafting.config
     if config.instances[0].scheduler.speculation is None:
-        raise ConfigError("--config", f"{config.name!r} has no `speculation`; nothing is drafted")
+        raise ConfigError(
+            "--config",
+            f"{config.name!r} has no `speculation`, nothing is drafted; add that section, or use smollm2-mtp-cpu.yaml",
+        )
     api = dataclasses.replace(config.api, host="127.0.0.1", port=0, keys=())
     found = {}
     for name, shapes in ((PLAIN, tuple(map(_without_drafts, config.instances))), (DRAFTING, config.instances)):

@@ -344,7 +344,7 @@ def tiny_run(base, tmp_path_factory):
 def test_a_head_is_trained_from_the_model_alone(base, tiny_run):
     _, folder, head, phases = tiny_run
 
-    assert list(dict.fromkeys(phases)) == ["writing", "reading states", "training"]
+    assert list(dict.fromkeys(phases)) == ["writing held-out text", "writing", "reading states", "training"]
     assert head.num_tokens >= 1000
     assert json.loads((folder / "head" / "config.json").read_text())["training"] == head.to_json()
     assert drafts_of_engine(base, folder / "head", make_prompt(3, 8))[1].shape == (NUM_DRAFTS, 4)
@@ -363,11 +363,26 @@ def test_nothing_is_done_twice(tiny_run):
 
 
 def test_a_work_folder_of_another_training_is_refused(tiny_run, tmp_path):
-    pipeline, *_ = tiny_run
-    (tmp_path / "settings.json").write_text("{}")
+    pipeline, folder, *_ = tiny_run
+    there = json.loads((folder / "work" / "settings.json").read_text())
+    there["num_tokens"], there["training"]["seed"] = 5000, 3
+    (tmp_path / "settings.json").write_text(json.dumps(there))
 
-    with pytest.raises(ConfigError, match="another training"):
+    with pytest.raises(ConfigError, match="another training, of tokens 5000, seed 3; ask for the same"):
         pipeline.run(tmp_path, tmp_path / "head")
+
+
+def test_a_vocabulary_beyond_the_models_is_refused(base):
+    with pytest.raises(ConfigError, match=f"500 is more than the model's {VOCAB_SIZE} tokens"):
+        Pipeline(base.path, Bytes(), settings(num_draft_tokens=500), lambda progress: None)
+
+
+def test_a_work_folder_that_cannot_be_made_is_named(tiny_run, tmp_path):
+    pipeline, *_ = tiny_run
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(ConfigError, match="file/work cannot be written: Not a directory"):
+        pipeline.run(tmp_path / "file" / "work", tmp_path / "head")
 
 
 def test_chats_and_plain_text_are_both_written_about():

@@ -81,6 +81,22 @@ def test_a_section_is_of_every_instance(folder: Path) -> None:
     assert [one.scheduler.speculation for one in instances] == [expected, expected]
 
 
+@pytest.mark.parametrize(
+    ("text", "sizes", "words"),
+    [
+        ("{method: ngram, max_ngram: 1}", (1, 1), "the last 1 tokens"),
+        ("{method: ngram, min_ngram: 6}", (6, 6), "the last 6 tokens"),
+        ("{method: ngram, num_tokens: 1, lookup: false}", (2, 4), "1 token per request and step, drafted by"),
+    ],
+)
+def test_what_is_not_written_follows_what_is(folder: Path, text: str, sizes: tuple[int, int], words: str) -> None:
+    deployment = load(folder, text)
+    speculation = deployment.config.instances[0].scheduler.speculation
+    assert speculation is not None
+    assert (speculation.min_ngram, speculation.max_ngram) == sizes
+    assert words in words_of(speculation, deployment.header)
+
+
 def test_modules_may_be_asked_only_where_nothing_recurs(folder: Path) -> None:
     deployment = load(folder, "{method: mtp, head: head, lookup: true, min_ngram: 3}")
     speculation = deployment.config.instances[0].scheduler.speculation
@@ -144,7 +160,10 @@ def test_states_of_drafts_have_blocks(folder: Path) -> None:
         ("{method: ngram, head: head}", "head", "is of method mtp"),
         ("{method: ngram, lookup: true}", "lookup", "is of method mtp"),
         ("{method: ngram, min_ngram: 0}", "min_ngram", "at least 1|between 1"),
-        ("{method: ngram, max_ngram: 1}", "max_ngram", "1 is less than min_ngram=2; use 2 or more"),
+        ("{method: ngram, min_ngram: 2, max_ngram: 1}", "max_ngram", "1 is less than min_ngram=2; use 2 or more"),
+        ("{method: ngram, num_tokens: x}", "num_tokens", "must be a whole number between 1 and 8, not"),
+        ("{method: mtp, head: ''}", "head", "must not be empty"),
+        ("{method: MTP}", "method", "did you mean 'mtp'"),
         ("{method: mtp, head: head, min_ngram: 2}", "min_ngram", "write lookup: true as well"),
         ("{method: mtp, head: head, lookup: 3}", "lookup", "must be true or false"),
         ("{method: mtp}", "method", "LlamaForCausalLM names no layers that predict several tokens"),
@@ -219,7 +238,7 @@ def test_check_says_who_drafts_what(folder: Path) -> None:
     (level, message) = findings(folder, "{method: ngram}")["speculation"]
     assert (level, message) == (
         Level.OK,
-        "up to 3 tokens per request and step are drafted by what followed the last 4 to 2 tokens before (n-grams), "
+        "up to 3 tokens per request and step, drafted by what followed the last 4 to 2 tokens before (n-grams); "
         "fewer where they are not accepted",
     )
 

@@ -40,6 +40,7 @@ from blockferry.engine.spec_decode.training.vocabulary import draft_vocabulary
 from blockferry.engine.spec_decode.training.writer import Assignment, ModelWriter
 
 NUM_HELD_OUT_TEXTS = 24
+WORDS = {"num_tokens": "tokens", "num_draft_tokens": "vocabulary", "num_epochs": "epochs"}  # for settings
 TRAINING = "training.pt"
 TEXT_PART, STATES_PART, TRAINING_PART = 0.35, 0.2, 0.45  # of the time: the first two at most, training at least
 
@@ -95,8 +96,11 @@ class Pipeline:
     """One training. One thread calls run()."""
 
     def __init__(self, model: Path, tokens: TextTokens, settings: PipelineSettings, report: Report) -> None:
-        """Raises ModelLoadError for a model that no head can be trained for."""
+        """Raises ModelLoadError for a model that no head can be trained for, ConfigError for too large a vocabulary."""
         self._base = BaseModel.load(model)
+        vocab_size = self._base.header.vocab_size
+        if settings.num_draft_tokens > vocab_size:
+            raise ConfigError("vocabulary", f"{settings.num_draft_tokens} is more than the model's {vocab_size} tokens")
         self._settings = settings
         self._report = report
         prompt_settings = PromptSettings(
@@ -137,13 +141,28 @@ class Pipeline:
         settings = dataclasses.asdict(self._settings)
         for name in ("limit_s", "num_threads", "num_rows"):
             settings.pop(name)
-        text = json.dumps({"model": fingerprint(self._base.path), **settings}, indent=2)
+        settings = {"model": fingerprint(self._base.path), **settings}
         path = work / "settings.json"
-        if path.exists() and path.read_text(encoding="utf-8") != text:
+        if path.exists():
+            self._refuse_other(work, json.loads(path.read_text(encoding="utf-8")), settings)
+        try:
+            write_bytes(path, json.dumps(settings, indent=2).encode())
+        except OSError as error:
+            raise ConfigError("work", f"{work} cannot be written: {error.strerror}; name another folder") from error
+
+    def _refuse_other(self, work: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+        flat_there, flat_here = ({**one, **one.get("training", {})} for one in (there, here))
+        differing = [
+            f"{WORDS.get(name, name)} {flat_there.get(name)}"
+            for name, value in flat_here.items()
+            if name != "training" and flat_there.get(name) != value
+        ]
+        if differing:
             raise ConfigError(
-                "work", f"{work} holds the beginnings of another training, see its settings.json; name another folder"
+                "work",
+                f"{work} holds the beginnings of another training, of {', '.join(differing)}; ask for the same to go "
+                "on with it, or name another folder",
             )
-        write_bytes(path, text.encode())
 
     def _write_texts(self, work: Path) -> None:
         finished = work / "text" / "finished"
@@ -159,7 +178,9 @@ class Pipeline:
         for kind, assignments in self._held_out().items():
             path = work / "held_out" / f"{kind}.npz"
             if not path.exists():
-                save_writings(path, write(writer, assignments, lambda _: None))
+                most = sum(one.sampling.max_tokens for one in assignments)
+                meter = _Meter(self._report, f"writing held-out {kind}", 0, most)
+                save_writings(path, write(writer, assignments, meter.tick))
         deadline_s = time.monotonic() + TEXT_PART * settings.limit_s
         number, num_done = 0, 0
         while num_done < settings.num_tokens and (number == 0 or time.monotonic() < deadline_s):
@@ -240,4 +261,4 @@ class _Meter:
     def tick(self, count: int) -> None:
         """So much more is done."""
         self._done += count
-        self._report(TrainProgress(phase=self._phase, done=min(self._done, self._total), total=self._total))
+        self._report(TrainProgress(phase=self._phase, done=self._done, total=max(self._done, self._total)))
