@@ -84,5 +84,5 @@ def test_a_deployment_runs_beside_the_same_without_drafts(load):
 
 
 def test_a_deployment_without_drafts_is_refused(load):
-    with pytest.raises(ConfigError, match="has no `speculation`; nothing is drafted"):
+    with pytest.raises(ConfigError, match="has no `speculation`, nothing is drafted; add that section"):
         speculation_deployments(load())
