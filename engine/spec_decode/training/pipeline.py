@@ -154,8 +154,8 @@ class Pipeline:
         flat_there, flat_here = ({**one, **one.get("training", {})} for one in (there, here))
         differing = [
             f"{WORDS.get(name, name)} {flat_there.get(name)}"
-            for name, value in flat_here.items()
-            if name != "training" and flat_there.get(name) != value
+            for name in {**flat_here, **flat_there}
+            if name != "training" and flat_there.get(name) != flat_here.get(name)
         ]
         if differing:
             raise ConfigError(
