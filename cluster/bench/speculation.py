@@ -175,18 +175,13 @@ def _rows(pairs: Sequence[Pair], params: Mapping[str, ParamValue]) -> Iterator[R
     yield Result(name="speed_up", params=of, unit="1", runs=[pair.speed_up for pair in pairs])
     if pairs:
         plain, drafting = (
-            _rate_of_all(answers) for answers in zip(*((p.plain, p.drafting) for p in pairs), strict=True)
+            _tokens_per_s(*answers) for answers in zip(*((p.plain, p.drafting) for p in pairs), strict=True)
         )
         yield Result(name="overall_speed_up", params=of, unit="1", runs=[drafting / plain])
     unequal = sum(pair.plain.text != pair.drafting.text for pair in pairs)
     yield Result(name="unequal_answers", params=of, unit="1", runs=[float(unequal)])
 
 
-def _rate_of_all(answers: Sequence[Answer]) -> float:
+def _tokens_per_s(*answers: Answer) -> float:
     """Tokens after the first of all of them, per second of theirs."""
     return sum(one.num_output_tokens - 1 for one in answers) / sum(one.e2e_s - one.ttft_s for one in answers)
-
-
-def _tokens_per_s(answer: Answer) -> float:
-    """After the first token."""
-    return (answer.num_output_tokens - 1) / (answer.e2e_s - answer.ttft_s)

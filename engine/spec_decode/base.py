@@ -48,11 +48,11 @@ class DraftProposer(Protocol):
         """
 
 
-class ModuleProposer(DraftProposer, Protocol):
-    """Proposes what modules draft, for rows that have no drafts otherwise."""
+class ModuleProposer(Protocol):
+    """Proposes what modules draft, for rows that have no drafts otherwise. All ranks call it, as a DraftProposer."""
 
     def complete(self, step: VerifiedStep, drafts_SK: NDArray[np.int32]) -> None:
-        """propose() for those rows whose drafts begin with NO_DRAFT, in place; caches are kept of all of them.
+        """Draft for those rows whose drafts begin with NO_DRAFT, in place; caches are kept of all of them.
 
         All ranks must be given drafts for the same rows.
         """

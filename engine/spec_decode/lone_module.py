@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from blockferry.engine.models.mtp import Drafter
 from blockferry.engine.request import Int32Array, Int64Array
 from blockferry.engine.rows import RowTable
-from blockferry.engine.spec_decode.base import VerifiedStep, no_drafts
+from blockferry.engine.spec_decode.base import VerifiedStep
 from blockferry.engine.spec_decode.drafting import Drafting
 from blockferry.engine.spec_decode.final_tokens import num_slots
 from blockferry.engine.spec_decode.mtp import DraftPages
@@ -47,12 +47,6 @@ class LoneModuleProposer:
         self._compute = compute
         self._min_chance = min_chance
 
-    def propose(self, step: VerifiedStep) -> NDArray[np.int32]:
-        """See DraftProposer."""
-        drafts_SK = no_drafts(step)
-        self.complete(step, drafts_SK)
-        return drafts_SK
-
     def complete(self, step: VerifiedStep, drafts_SK: NDArray[np.int32]) -> None:
         """See ModuleProposer."""
         assert step.hidden_TE is not None, "modules are of the last stage"
@@ -70,22 +64,22 @@ class LoneModuleProposer:
         drafting = Drafting(drafts_SK, min_chance=self._min_chance)
         if drafting.is_over(0):
             return
-        places_W = plan.sample.nonzero()[0][drafting.places_W]
-        num_final_W = step.num_final()[places_W]
-        last_W = self._to(inputs.first_token_R[places_W] + num_final_W - 1)
-        going = drafting.put(0, self._drafter.best_tokens(output.normed_TE[last_W]))
-        places_W = places_W[going]
-        end_W = plan.num_computed[places_W] + num_final_W[going]
-        self._go_on_alone(drafting, plan.rows[places_W], end_W, output.handed_on_TE[last_W[self._to(going)]])
+        num_final_S = step.num_final()[plan.sample]
+        last_S = inputs.first_token_R[plan.sample] + num_final_S - 1
+        drafting.put(0, self._drafter.best_tokens(output.normed_TE[self._to(last_S[drafting.places_W])]))
+        end_S = plan.num_computed[plan.sample] + num_final_S
+        hidden_WE = output.handed_on_TE[self._to(last_S[drafting.places_W])]
+        self._go_on_alone(drafting, plan.rows[plan.sample], end_S, hidden_WE)
 
-    def _go_on_alone(self, drafting: Drafting, rows_W: Int32Array, end_W: Int32Array, hidden_WE: torch.Tensor) -> None:
-        """One token a pass, the first at positions end_W, until all drafts are made."""
+    def _go_on_alone(self, drafting: Drafting, rows_S: Int32Array, end_S: Int32Array, hidden_WE: torch.Tensor) -> None:
+        """One token a pass, the first at positions end_S, until all drafts are made."""
         group = self._pages.groups[self._group]
         metadata = [GroupMetadata()] * len(self._pages.groups)
         number = 1
         while not drafting.is_over(number):
+            rows_W = rows_S[drafting.places_W]
             limit_W = np.minimum(num_slots(rows_W, [group]), self._pages.max_model_len)
-            position_W = end_W + np.int32(number - 1)
+            position_W = end_S[drafting.places_W] + np.int32(number - 1)
             metadata[self._group] = GroupMetadata(
                 attention=one_token_metadata(
                     rows_W,
@@ -103,7 +97,6 @@ class LoneModuleProposer:
                 metadata=metadata,
             )
             going = drafting.put(number, self._drafter.best_tokens(output.normed_TE))
-            rows_W, end_W = rows_W[going], end_W[going]
             hidden_WE = output.handed_on_TE[self._to(going)]
             number += 1
 

@@ -22,6 +22,7 @@ class LookupFirst:
     """See DraftProposer."""
 
     def __init__(self, lookup: DraftProposer, modules: ModuleProposer) -> None:
+        """`lookup` may be one that finds nothing: then modules draft for every row."""
         self._lookup = lookup
         self._modules = modules
 

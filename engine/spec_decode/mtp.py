@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from blockferry.engine.models.mtp import Drafter
 from blockferry.engine.request import BoolArray, Int32Array, Int64Array
 from blockferry.engine.rows import RowTable
-from blockferry.engine.spec_decode.base import VerifiedStep, no_drafts
+from blockferry.engine.spec_decode.base import VerifiedStep
 from blockferry.engine.spec_decode.drafting import Drafting
 from blockferry.engine.spec_decode.final_tokens import FinalTokens, final_tokens, num_slots
 from blockferry.engine.spec_decode.hidden_tails import HiddenTails
@@ -70,12 +70,6 @@ class MtpProposer:
         self._min_chance = min_chance
         self._draft_groups = pages.draft_groups(drafter)
         self._tails = HiddenTails(max_rows=len(rows.num_tokens), num_kept=len(drafter.modules) - 1)
-
-    def propose(self, step: VerifiedStep) -> NDArray[np.int32]:
-        """See DraftProposer."""
-        drafts_SK = no_drafts(step)
-        self.complete(step, drafts_SK)
-        return drafts_SK
 
     def complete(self, step: VerifiedStep, drafts_SK: NDArray[np.int32]) -> None:
         """See ModuleProposer."""

@@ -32,8 +32,8 @@ def make_proposer(parts: ProposerParts) -> DraftProposer:
     if speculation is None:
         return NoProposer()
     if parts.drafter is not None:
-        modules = _modules(parts, parts.drafter, speculation)
-        return LookupFirst(_lookup(parts, speculation), modules) if speculation.looks_up else modules
+        lookup = _lookup(parts, speculation) if speculation.looks_up else NoProposer()
+        return LookupFirst(lookup, _modules(parts, parts.drafter, speculation))
     if speculation.method is DraftMethod.NGRAM and parts.spec.is_sampler:
         return _lookup(parts, speculation)
     return NoProposer()
